@@ -1,0 +1,7 @@
+"""`python -m draftwood` is the `draftwood` command."""
+
+import sys
+
+from draftwood.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measurements, each with a table for people and one JSON line."""

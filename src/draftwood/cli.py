@@ -1,0 +1,73 @@
+"""The `draftwood` command: a table of sub-commands, imported when used. No logic lives here.
+
+A command module has `add_arguments(parser)` and `run(args) -> int`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from draftwood import __version__
+from draftwood.errors import DraftwoodError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "generate": ("draftwood.commands.generate", "write a continuation of a prompt to stdout"),
+    "chat": ("draftwood.commands.chat", "talk with the model in the terminal"),
+    "check": ("draftwood.commands.check", "prove that trees and plain decoding give the same tokens"),
+    "bench step": ("draftwood.bench.step", "accept length, stage times and tok/s by tree budget"),
+    "plan": ("draftwood.commands.plan", "show the memory, pages and predicted step time"),
+    "train corpus": ("draftwood.train.corpus", "collect training text from packages"),
+    "train pack": ("draftwood.train.pack", "train the tokenizer and pack the corpus to tokens"),
+    "train target": ("draftwood.train.target", "train a small target model"),
+    "train capture": ("draftwood.train.capture", "write the target's own text for the drafter"),
+    "train drafter": ("draftwood.train.drafter", "train a DFlash drafter for a target"),
+    "train bigram": ("draftwood.train.bigram", "count a previous-token table from text"),
+    "train evaluate": ("draftwood.train.evaluate", "held-out loss and accept lengths of a trained pair"),
+    "env": ("draftwood.commands.env", "show what was found on this machine"),
+}
+
+
+def _table() -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+
+
+def _usage() -> str:
+    return f"usage: draftwood COMMAND [options]\n\n{_table()}\n\n`draftwood COMMAND --help` explains one."
+
+
+def _find(argv: Sequence[str]) -> tuple[str, list[str]] | None:
+    for words in (2, 1):
+        name = " ".join(argv[:words])
+        if name in COMMANDS:
+            return name, list(argv[words:])
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code: 0 done, 1 failed, 2 bad usage or bad input."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"draftwood {__version__}")
+        return 0
+    found = _find(argv)
+    if found is None:
+        print(f"draftwood: no command {' '.join(argv[:2])!r}; `draftwood --help` lists them", file=sys.stderr)
+        return 2
+    name, rest = found
+    module = importlib.import_module(COMMANDS[name][0])
+    parser = argparse.ArgumentParser(prog=f"draftwood {name}", description=module.__doc__)
+    module.add_arguments(parser)
+    try:
+        return int(module.run(parser.parse_args(rest)))
+    except DraftwoodError as error:
+        print(f"draftwood {name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130

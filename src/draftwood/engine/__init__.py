@@ -1,0 +1,1 @@
+"""What happens to a request. Sees token ids, never text."""

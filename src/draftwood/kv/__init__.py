@@ -1,0 +1,1 @@
+"""Memory of the past: pages and what they hold."""

@@ -1,0 +1,1 @@
+"""One family of models: Kimi K2.x and its DFlash drafter."""

@@ -1,0 +1,1 @@
+"""The mathematics of speculation: trees, choices, noise, filters. Sees logits, never a model."""

@@ -1,0 +1,1 @@
+"""Training of a target, a drafter and a previous-token table."""
