@@ -35,20 +35,32 @@ class Options:
 
     model: str = _flag("nano", "folder, hub id, or nano", positional=True)
     draft: str = _flag("auto", "drafter folder or hub id; auto: MODEL/draft if there; none: no drafter")
-    tree_budget: int | str = _flag(8, "most tree nodes beyond the root, 0..64, or auto", parse=parse_budget, metavar="N|auto")
-    draft_block: int | None = _flag(None, "block size of the drafter, 4..16 (default: 8, or the drafter's own if smaller)", parse=int)
+    tree_budget: int | str = _flag(
+        8, "most tree nodes beyond the root, 0..64, or auto", parse=parse_budget, metavar="N|auto"
+    )
+    draft_block: int | None = _flag(
+        None, "block size of the drafter, 4..16 (default: 8, or the drafter's own if smaller)", parse=int
+    )
     draft_window: int = _flag(2048, "context tokens the drafter sees", parse=int)
     topk_cap: int | None = _flag(None, "most children of a node (default: 4, growing with the budget)", parse=int)
     tree_spine: bool = _flag(False, "put the top-1 chain into the tree first")
-    noise: str = _flag("shared", "noise of the drafter at temperature > 0: the target's own, or none", choices=("shared", "own", "none"))
+    noise: str = _flag(
+        "shared",
+        "noise of the drafter at temperature > 0: the target's own, or none",
+        choices=("shared", "own", "none"),
+    )
     bigram: str = _flag("auto", "previous-token table: auto (beside the drafter), none, or a file")
-    draft_rope: str = _flag("auto", "YaRN amplitude of the drafter: auto (per checkpoint), 1, or mscale", choices=("auto", "1", "mscale"))
+    draft_rope: str = _flag(
+        "auto", "YaRN amplitude of the drafter: auto (per checkpoint), 1, or mscale", choices=("auto", "1", "mscale")
+    )
     tp: int = _flag(1, "ranks that slice each expert", parse=int)
     ep: int = _flag(1, "groups of ranks that hold whole experts", parse=int)
     dtype: str = _flag("auto", "type of weights and activations", choices=("auto", "float32", "bfloat16"))
     device: str = _flag("auto", "where to run", choices=("auto", "cpu", "cuda"))
     load_format: str = _flag("auto", "dummy: random weights from config.json alone", choices=("auto", "dummy"))
-    max_model_len: int | None = _flag(None, "most tokens of prompt and answer (default: what the model allows and memory holds)", parse=int)
+    max_model_len: int | None = _flag(
+        None, "most tokens of prompt and answer (default: what the model allows and memory holds)", parse=int
+    )
     max_num_seqs: int = _flag(128, "most requests that run together", parse=int)
     max_num_batched_tokens: int = _flag(512, "most prompt tokens in a step", parse=int)
 
@@ -65,7 +77,9 @@ class Options:
         for f in dataclasses.fields(self):
             choices = f.metadata.get("choices")
             if choices and getattr(self, f.name) not in choices:
-                raise ConfigError(f"--{f.name.replace('_', '-')} {getattr(self, f.name)!r} is not one of {', '.join(choices)}")
+                raise ConfigError(
+                    f"--{f.name.replace('_', '-')} {getattr(self, f.name)!r} is not one of {', '.join(choices)}"
+                )
 
     @staticmethod
     def _between(flag: str, value: Any, low: int, high: int, skip: Any = ...) -> None:
@@ -82,14 +96,17 @@ def add_options(parser: argparse.ArgumentParser, only: tuple[str, ...] | None = 
         if only is not None and f.name not in only:
             continue
         meta = dict(f.metadata)
-        help = meta["help"] + ("" if f.default is None or "(default" in meta["help"] else f" (default {f.default})")
+        shown = "" if f.default is None or "(default" in meta["help"] else f" (default {f.default})"
+        help = meta["help"] + shown
         if meta.get("positional"):
             parser.add_argument(f.name, nargs="?", default=f.default, help=help)
         elif f.default is False:
             group.add_argument(f"--{f.name.replace('_', '-')}", action="store_true", help=help)
         else:
             extra = {k: meta[k] for k in ("choices", "metavar") if k in meta}
-            group.add_argument(f"--{f.name.replace('_', '-')}", type=meta.get("parse", str), default=f.default, help=help, **extra)
+            group.add_argument(
+                f"--{f.name.replace('_', '-')}", type=meta.get("parse", str), default=f.default, help=help, **extra
+            )
 
 
 def options_from(args: argparse.Namespace) -> Options:

@@ -45,4 +45,6 @@ def read_int(name: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"environment variable {name}={text!r} is not a whole number; unset it or set a number") from None
+        raise ConfigError(
+            f"environment variable {name}={text!r} is not a whole number; unset it or set a number"
+        ) from None
