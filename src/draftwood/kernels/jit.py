@@ -118,7 +118,7 @@ def _header_folder() -> str:
 
 
 def _with_headers(file: Path) -> str:
-    """Return the file's text followed by every project header it includes, for the cache key. Raises KernelBuildError."""
+    """Return the text of the file and of every project header it includes, for the cache key; KernelBuildError."""
     seen: dict[Path, str] = {}
     waiting = [file]
     while waiting:
@@ -247,7 +247,7 @@ def _write_aside(path: Path, content: bytes) -> None:
         os.replace(aside, path)
     except OSError as error:
         raise ConfigError(
-            f"the kernel cache {path.parent} cannot be written ({error.strerror}); set DRAFTWOOD_CACHE to a folder that can"
+            f"the kernel cache {path.parent} cannot be written ({error.strerror}); set DRAFTWOOD_CACHE to another"
         ) from None
 
 
