@@ -164,7 +164,7 @@ def _refuse_recurrent(fields: Fields) -> None:
     tail = f"{who} keeps recurrent state; this engine runs full-attention K2 models only"
     kinds = fields.data.get("layer_types") or fields.data.get("layers_block_type") or []
     for index, kind in enumerate(kinds if isinstance(kinds, list) else []):
-        if kind not in ("full_attention", "attention"):
+        if re.search(r"linear|mamba|recurrent|rwkv|ssm|kda|delta|conv", str(kind)):
             raise fields.fail(f"layer {index} is {kind!r}; {tail}")
     marks = ("linear_attn_config", "hybrid_override_pattern", "full_attention_interval", "attn_layer_period")
     for name, value in fields.data.items():
@@ -319,6 +319,9 @@ def read_model_config(source: Source) -> ModelConfig:
     for level in (outer, text):
         _refuse_recurrent(level)
         _check_architecture(level)
+    kinds = text.data.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) != {"full_attention"}):
+        raise text.fail(f"layer_types = {kinds!r} is not supported; this engine runs full_attention layers only")
     wrapped = inner is not None
     for name, allowed, required in _FIXED:
         text.expect(name, allowed, required)
@@ -447,7 +450,7 @@ def read_drafter_config(source: Source, rope: str = "auto") -> DrafterConfig:
         raise fields.fail(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
     taps = dflash.integers("target_layer_ids")
     if len(set(taps)) != len(taps) or max(taps) >= target_layers:
-        raise dflash.fail(f"target_layer_ids = {list(taps)} must be different and below num_target_layers = {target_layers}")
+        raise dflash.fail(f"target_layer_ids = {list(taps)} must be different layers of 0..{target_layers - 1}")
     max_position = fields.integer("max_position_embeddings", 2, default=262144)
     config, kind, rope_fields = _read_rope(fields, max_position, ("yarn", "deepseek_yarn"))
     known = {"hidden_size": hidden, "vocab_size": vocab, "num_target_layers": target_layers, "taps": taps}

@@ -11,7 +11,6 @@ from typing import Any
 from draftwood.errors import ConfigError
 
 
-
 def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not a number")
 

@@ -12,8 +12,13 @@ _K2_QUANTISATION: dict[str, Any] = {
         "group_0": {
             "targets": ["Linear"],
             "weights": {
-                "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False,
-            },  # fmt: skip
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+                "dynamic": False,
+            },
         }
     },
     "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
