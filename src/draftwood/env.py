@@ -26,6 +26,8 @@ TABLE: dict[str, Variable] = {
         Variable("MASTER_ADDR", "", "address of rank 0, set by torchrun or by draftwood itself"),
         Variable("MASTER_PORT", "", "port of rank 0, set by torchrun or by draftwood itself"),
         Variable("DRAFTWOOD_RANK_TIMEOUT", "600", "seconds a collective may wait for another rank"),
+        Variable("DRAFTWOOD_SUPERVISED", "", "set by draftwood for the ranks it starts and watches"),
+        Variable("OMP_NUM_THREADS", "", "threads of a rank on CPU (default: the cores, shared by the ranks)"),
         Variable("DRAFTWOOD_CACHE", "", "folder of compiled kernels (default: ~/.cache/draftwood)"),
         Variable("NO_COLOR", "", "any value: no colours on the terminal"),
     )
@@ -48,3 +50,8 @@ def read_int(name: str) -> int | None:
         raise ConfigError(
             f"environment variable {name}={text!r} is not a whole number; unset it or set a number"
         ) from None
+
+
+def inherit(**changes: str) -> dict[str, str]:
+    """Return the environment for a child process: this process's own with `changes`."""
+    return {**os.environ, **changes}
