@@ -1,0 +1,86 @@
+"""What the terminal commands share: tables, dim text, one JSON line, and readers that stop reading."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+from draftwood import env
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Write progress or a summary to stderr; stdout carries results only."""
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
+def write(text: str, end: str = "") -> None:
+    """Write a result to stdout now. Text the terminal's encoding lacks is escaped, never an error."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    sys.stdout.write((text + end).encode(encoding, errors="backslashreplace").decode(encoding))
+    sys.stdout.flush()
+
+
+def json_line(value: Any) -> str:
+    """Return `value` as one line of JSON; text outside ASCII stays readable, NaN is refused."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+@contextlib.contextmanager
+def closed_pipe_is_fine() -> Iterator[None]:
+    """End quietly when the reader of stdout or stderr has gone (`| head -1`): it has read what it wanted."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes both once more at exit; give what is left a place that takes it.
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                with open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def coloured(stream: TextIO) -> bool:
+    """Tell whether `stream` is a terminal that takes colours."""
+    return stream.isatty() and not env.read("NO_COLOR")
+
+
+def dim(text: str, stream: TextIO) -> str:
+    """Return `text` dimmed where `stream` shows it."""
+    return f"\x1b[2m{text}\x1b[0m" if text and coloured(stream) else text
+
+
+def bold(text: str, stream: TextIO) -> str:
+    """Return `text` in bold where `stream` shows it."""
+    return f"\x1b[1m{text}\x1b[0m" if text and coloured(stream) else text
+
+
+def table(rows: Sequence[Sequence[Any]], indent: str = "  ") -> str:
+    """Return rows of cells as aligned columns: numbers to the right, text to the left."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    columns = max(map(len, cells), default=0)
+    widths = [max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(columns)]
+    lines = []
+    for row, shown in zip(rows, cells, strict=True):
+        padded = [
+            text.rjust(width) if isinstance(value, int | float) and not isinstance(value, bool) else text.ljust(width)
+            for value, text, width in zip(row, shown, widths, strict=False)
+        ]
+        lines.append((indent + "  ".join(padded)).rstrip())
+    return "\n".join(lines)
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in the largest binary unit that leaves at least 1 of it."""
+    power = 0
+    while abs(count) >= 1024 and power < len(UNITS) - 1:
+        count /= 1024
+        power += 1
+    return f"{count:.0f} {UNITS[power]}" if power == 0 else f"{count:.2f} {UNITS[power]}"

@@ -1,0 +1,45 @@
+import io
+import os
+import sys
+
+import pytest
+
+from draftwood.commands import console
+
+
+def test_tables_align_text_left_and_numbers_right():
+    assert console.table([("a", 1), ("bcd", 100)]) == "  a      1\n  bcd  100"
+    assert console.table([]) == ""
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (594 * 1024**3, "594.00 GiB")])
+def test_sizes_use_binary_units(count, text):
+    assert console.size(count) == text
+
+
+def test_json_is_one_line_and_refuses_nan():
+    assert console.json_line({"a": "é\n"}) == '{"a": "é\\n"}'
+    with pytest.raises(ValueError, match="JSON"):
+        console.json_line(float("nan"))
+
+
+def test_text_outside_the_terminals_encoding_is_escaped(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    console.write("é世")
+    assert raw.getvalue() == b"\\xe9\\u4e16"
+
+
+def test_no_colours_off_a_terminal():
+    assert console.dim("a", io.StringIO()) == "a"
+    assert console.bold("a", io.StringIO()) == "a"
+
+
+def test_a_closed_pipe_ends_quietly(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(write, "w"))
+    with console.closed_pipe_is_fine():
+        console.write("x" * 100_000)
+    sys.stdout.write("more")
+    sys.stdout.flush()
