@@ -182,7 +182,7 @@ class Random:
         """Return [rows, columns] of the tensor: norms 1, INT4 codes of random bits, the rest of variance 1 / inputs."""
         want = self.expected[name]
         shape, inputs = want.shape, want.shape[-1]
-        generator = torch.Generator(self.device).manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed}:{name}".encode()))
         if want.types == PACKED:
             full = torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device=self.device, generator=generator)
         elif want.types == SCALE:
