@@ -1,6 +1,7 @@
 """The `draftwood` command: a table of sub-commands, imported when used. No logic lives here.
 
-A command module has `add_arguments(parser)` and `run(args) -> int`.
+A command module has `add_arguments(parser)` and `run(args) -> int`; `args.argv` is the command line after `draftwood`,
+for a command that starts itself again as several ranks.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from draftwood import __version__
-from draftwood.errors import DraftwoodError
+from draftwood.errors import ConfigError, DraftwoodError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("draftwood.commands.generate", "write a continuation of a prompt to stdout"),
@@ -28,6 +30,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train evaluate": ("draftwood.train.evaluate", "held-out loss and accept lengths of a trained pair"),
     "env": ("draftwood.commands.env", "show what was found on this machine"),
 }
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad usage is one line, like every other bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{self.prog} --help` explains")
 
 
 def _table() -> str:
@@ -62,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     name, rest = found
     module = importlib.import_module(COMMANDS[name][0])
-    parser = argparse.ArgumentParser(prog=f"draftwood {name}", description=module.__doc__)
+    parser = _Parser(prog=f"draftwood {name}", description=module.__doc__, allow_abbrev=False)
     module.add_arguments(parser)
     try:
-        return int(module.run(parser.parse_args(rest)))
+        return int(module.run(parser.parse_args(rest, argparse.Namespace(argv=argv))))
     except DraftwoodError as error:
         print(f"draftwood {name}: {error}", file=sys.stderr)
         return error.exit_code
