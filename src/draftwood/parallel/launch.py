@@ -151,17 +151,18 @@ def _report(ranks: list[_Rank], failed: _Rank | None, interrupted: bool) -> int:
         return code
     lines = failed.output()
     if code == 2:
-        _say(lines[-1] if lines else f"rank {failed.rank} exited with code 2", failed.rank)
+        _say(f"rank {failed.rank}: {lines[-1] if lines else 'exited with code 2'}")
         return 2
     for line in lines:
-        _say(line, failed.rank)
+        _say(f"rank {failed.rank}: {line}")
     how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
-    print(f"draftwood: rank {failed.rank} of {len(ranks)} {how}; all ranks were ended", file=sys.stderr, flush=True)
+    _say(f"draftwood: rank {failed.rank} of {len(ranks)} {how}; all ranks were ended")
     return 1
 
 
-def _say(line: str, rank: int) -> None:
-    print(f"rank {rank}: {line}", file=sys.stderr, flush=True)
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def _signal_name(number: int) -> str:
