@@ -1,0 +1,49 @@
+"""How results are shown: an aligned table, one line of JSON, and a bar of progress. Only commands call this."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+_QUIET_SECONDS = 15.0
+"""A log file gets a line of progress this often; a terminal ten times a second."""
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return aligned columns under their names: numbers to the right, text to the left, None as "-"."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(len(text) for text in column) for column in zip(header, *cells, strict=True)]
+    right = [all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(header))]
+
+    def line(texts: Sequence[str]) -> str:
+        padded = (t.rjust(w) if r else t.ljust(w) for t, w, r in zip(texts, widths, right, strict=True))
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(header), *map(line, cells)])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1 else f"{value:.2f}"
+    return "-" if value is None else str(value)
+
+
+def json_line(value: Any) -> str:
+    """Return `value` as one line of JSON; text outside ASCII stays readable, NaN is refused."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def show(text: str) -> None:
+    """Write a result to stdout, now."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def progress(total: int, label: str, unit: str) -> tqdm[Any]:
+    """Return a bar on stderr; call its `update(n)`, and close it."""
+    seconds = 0.1 if sys.stderr.isatty() else _QUIET_SECONDS
+    return tqdm(total=total, desc=label, unit=unit, file=sys.stderr, mininterval=seconds, dynamic_ncols=True, leave=False)
