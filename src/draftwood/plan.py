@@ -1,0 +1,318 @@
+"""Options, checkpoint and device -> Plan. What stands in the Plan is what the engine allocates. No torch.
+
+`find` looks for the checkpoint and reads its configs; `decide` does the arithmetic. Nothing is loaded here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftwood import nano
+from draftwood.config import MAX_BLOCK, MAX_BUDGET, PAGE_SIZE, Options, Plan
+from draftwood.errors import ConfigError
+from draftwood.model import costs
+from draftwood.model.config import BUILTIN, DrafterConfig, ModelConfig, check_pair, read_drafter_config, read_model_config
+from draftwood.parallel.layout import Layout, check_layout
+
+DEFAULT_BLOCK = 8
+LEAST_CONTEXT = 256
+"""A default context is never cut below this many tokens to fit memory; the plan is refused instead."""
+SHOWN_CONTEXT = 4096
+"""Context of the step whose bytes and time a Plan states."""
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_CONFIG_FILES = ["*.json", "draft/*.json"]
+_ALL_FILES = [*_CONFIG_FILES, "*.safetensors", "draft/*.safetensors", "tiktoken.model", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank runs on: `memory` in bytes it may fill, `bandwidth` in bytes per second (None: not known)."""
+
+    kind: str
+    name: str
+    memory: int
+    bandwidth: float | None = None
+
+
+_READ_SHARE = 0.93
+"""Pure reads reach this share of the specified bandwidth (measured on an H200: 4.48 of 4.8 TB/s)."""
+_USED_SHARE = 0.92
+"""Of a GPU's memory; the rest is the context's, the allocator's and NCCL's."""
+
+
+def _gpu(name: str, gigabytes: float, terabytes_per_second: float) -> Device:
+    return Device("cuda", name, int(gigabytes * 1e9 * _USED_SHARE), terabytes_per_second * 1e12 * _READ_SHARE)
+
+
+HARDWARE: dict[str, Device] = {
+    "rtx-pro-6000": _gpu("NVIDIA RTX PRO 6000 Blackwell", 102.6, 1.792),
+    "h200": _gpu("NVIDIA H200", 150.7, 4.8),
+    "b300": _gpu("NVIDIA B300", 288.0, 8.0),
+}
+"""Devices that can be planned for without having them: vendors' memory and bandwidth."""
+
+
+def bandwidth_of(name: str) -> float | None:
+    """Return the readable bytes per second of a CUDA device by its name, None for one not in HARDWARE."""
+    words = {"rtx-pro-6000": "RTX PRO 6000", "h200": "H200", "b300": "B300"}
+    return next((HARDWARE[key].bandwidth for key, word in words.items() if word in name), None)
+
+
+# ------------------------------------------------------------------------------------------------------ the checkpoint
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A target and its drafter as their configs describe them. `folder` is None for a built-in shape."""
+
+    name: str
+    folder: Path | None
+    config: ModelConfig
+    draft_folder: Path | None
+    drafter: DrafterConfig | None
+    notes: tuple[str, ...] = ()
+
+
+def find(options: Options, weights: bool = True) -> Checkpoint:
+    """Locate MODEL and its drafter and read their configs; hub ids are downloaded (configs only without `weights`).
+
+    Raises ConfigError, one line, for what is not there, cannot be read or cannot be run.
+    """
+    if options.model in BUILTIN and not Path(options.model).is_dir():
+        return _builtin(options, weights)
+    folder = locate(options.model, weights)
+    config = read_model_config(folder)
+    draft_folder, notes = _locate_drafter(options, folder, weights)
+    drafter = read_drafter_config(draft_folder, options.draft_rope) if draft_folder else None
+    return Checkpoint(options.model, folder, config, draft_folder, drafter, notes)
+
+
+def _builtin(options: Options, weights: bool) -> Checkpoint:
+    if weights and options.load_format != "dummy":
+        raise ConfigError(f"{options.model} is a shape without weights; add --load-format dummy for random ones, or give a folder")
+    target, draft = BUILTIN[options.model]
+    folder, drafter = None, None
+    if options.draft == "auto":
+        drafter = read_drafter_config(draft, options.draft_rope)
+    elif options.draft != "none":
+        folder = locate(options.draft, weights)
+        drafter = read_drafter_config(folder, options.draft_rope)
+    return Checkpoint(options.model, None, read_model_config(target), folder, drafter)
+
+
+def _locate_drafter(options: Options, folder: Path, weights: bool) -> tuple[Path | None, tuple[str, ...]]:
+    """Return (the drafter's folder or None, what the user should know about that)."""
+    if options.draft == "none":
+        return None, ()
+    if options.draft != "auto":
+        return locate(options.draft, weights), ()
+    beside = folder / "draft"
+    if _is_folder(beside):
+        return beside, ()
+    return None, (f"no drafter in {beside}: plain decoding; give one with --draft",)
+
+
+def locate(name: str, weights: bool = True) -> Path:
+    """Return the folder of a model: `nano`, a folder, or a hub id, which is downloaded or found in the hub's cache.
+
+    Raises ConfigError for none of these, and when the hub cannot be reached.
+    """
+    path = Path(name).expanduser()
+    if _is_folder(path):
+        return path
+    if name == "nano":
+        if not (nano.path() / "config.json").exists():
+            raise ConfigError(f"the bundled model is missing from {nano.path()}; install draftwood again")
+        return nano.path()
+    if path.exists():
+        raise ConfigError(f"{name} is a file; give the checkpoint's folder")
+    if not _HUB_ID.fullmatch(name):
+        known = ", ".join(["nano", *BUILTIN])
+        raise ConfigError(f"{name} is no folder, no hub id (owner/name) and not one of {known}; check the path")
+    return _download(name, weights)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+
+
+def _download(name: str, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_ALL_FILES if weights else _CONFIG_FILES))
+    except LocalEntryNotFoundError:
+        raise ConfigError(f"{name} is not in the hub's cache and the hub cannot be reached; go online, or give a folder") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        why = {401: "needs a login (hf auth login), or does not exist", 403: "is gated: ask for access on its page"}
+        reason = why.get(status or 0, "was not found" if status == 404 else f"failed (HTTP {status})")
+        raise ConfigError(f"hub id {name} {reason}; a folder works too") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"hub id {name} could not be downloaded: {' '.join(str(error).split())[:200]}") from None
+
+
+# ------------------------------------------------------------------------------------------------------------ the plan
+
+
+def decide(options: Options, checkpoint: Checkpoint, device: Device, strict: bool = True) -> Plan:
+    """Decide what the engine allocates on each rank. Raises ConfigError for options that fit no allocation; with
+    `strict` off, too little memory becomes a note and the plan is for what would be needed."""
+    return _Planner(options, checkpoint, device, strict).plan()
+
+
+class _Planner:
+    """One decision; the steps share these numbers."""
+
+    def __init__(self, options: Options, checkpoint: Checkpoint, device: Device, strict: bool) -> None:
+        self.options, self.checkpoint, self.device, self.strict = options, checkpoint, device, strict
+        self.config = checkpoint.config
+        self.notes = list(checkpoint.notes)
+        self.world = options.tp * options.ep
+        self.dtype = options.dtype if options.dtype != "auto" else "float32" if device.kind == "cpu" else "bfloat16"
+        self.itemsize = ITEMSIZE[self.dtype]
+
+    def plan(self) -> Plan:
+        """Return the whole decision."""
+        options = self.options
+        drafter = self._drafter()
+        check_layout(self.config, drafter, options.tp, options.ep)
+        block = self._block(drafter)
+        budget = self._max_budget(drafter)
+        context = self._context()
+        window = min(options.draft_window, context)
+        rows, fixed = self._rows(drafter, block, window, budget)
+        pages, context = self._pages(rows, context, budget, fixed)
+        page_bytes = PAGE_SIZE * costs.kv_bytes_per_token(self.config, self.itemsize)
+        step = self._step(drafter, block, window, budget, context)
+        bandwidth = self.device.bandwidth
+        return Plan(
+            options=options,
+            model_path=str(self.checkpoint.folder or self.checkpoint.name),
+            draft_path=str(self.checkpoint.draft_folder or self.checkpoint.name) if drafter else None,
+            device=self.device.kind,
+            dtype=self.dtype,
+            world=self.world,
+            max_model_len=context,
+            max_num_seqs=rows,
+            prefill_chunk=options.max_num_batched_tokens // PAGE_SIZE * PAGE_SIZE,
+            page_size=PAGE_SIZE,
+            num_pages=pages,
+            block=block,
+            window=window if drafter else 0,
+            max_budget=budget,
+            # One page more than the pool's: padding is written there.
+            memory=(*fixed, ("kv pages", (pages + 1) * page_bytes)),
+            step_bytes=step,
+            bandwidth=bandwidth,
+            step_seconds=costs.total(step) / bandwidth if bandwidth else None,
+            notes=tuple(self.notes),
+        )
+
+    def _drafter(self) -> DrafterConfig | None:
+        """The drafter to load: none where no tree will ever have a node beyond its root. Checked against the target
+        even then."""
+        drafter = self.checkpoint.drafter
+        if drafter is None:
+            return None
+        check_pair(self.config, drafter, self.options.draft_block)
+        if self.options.tree_budget == 0:
+            self.notes.append("tree budget 0: the drafter is not loaded")
+            return None
+        return drafter
+
+    def _block(self, drafter: DrafterConfig | None) -> int:
+        if drafter is None:
+            return 0
+        return self.options.draft_block or min(DEFAULT_BLOCK, drafter.block_size, MAX_BLOCK)
+
+    def _max_budget(self, drafter: DrafterConfig | None) -> int:
+        asked = self.options.tree_budget
+        if drafter is None:
+            return 0
+        return MAX_BUDGET if isinstance(asked, str) else asked
+
+    def _context(self) -> int:
+        asked, most = self.options.max_model_len, self.config.max_position
+        if asked is not None and asked > most:
+            raise ConfigError(f"--max-model-len {asked} is above the {most} positions of this model; ask for less")
+        return asked or most
+
+    def _fixed(self, drafter: DrafterConfig | None, block: int, window: int, budget: int, rows: int) -> costs.Table:
+        """Bytes of a rank that do not grow with the pages."""
+        layout = Layout(self.options.tp, self.options.ep, 0)
+        parts = [("target weights", costs.total(costs.weight_bytes(self.config, layout, self.itemsize)))]
+        vocab = self.config.vocab_size * 4
+        logits = rows * (budget + 1) * vocab
+        if drafter is not None:
+            parts.append(("drafter weights", costs.total(costs.drafter_weight_bytes(drafter, layout, self.itemsize))))
+            per_token = costs.drafter_kv_bytes_per_token(drafter, self.itemsize, layout)
+            parts.append(("draft windows", rows * window * per_token))
+            # Logits and noise of each depth, both in float32.
+            logits += 2 * rows * (block - 1) * vocab
+        # An estimate: the logits of a step, and hidden states of its widest layer.
+        nodes = max(rows * (budget + 1), self.options.max_num_batched_tokens)
+        wide = self.config.hidden_size * 4 + self.config.intermediate_size * 2 + self.config.num_heads * self.config.qk_head_dim
+        parts.append(("workspace", logits + nodes * wide * self.itemsize))
+        return tuple(parts)
+
+    def _rows(self, drafter: DrafterConfig | None, block: int, window: int, budget: int) -> tuple[int, tuple[tuple[str, int], ...]]:
+        """Return (rows, fixed bytes): as many rows as asked, halved until they leave a fifth of the free memory for
+        pages. Refuses weights that do not fit."""
+        asked = rows = self.options.max_num_seqs
+        memory = self.device.memory
+        while True:
+            fixed = self._fixed(drafter, block, window, budget, rows)
+            weights = sum(n for name, n in fixed if name.endswith("weights"))
+            if rows == 1 or costs.total(fixed) - weights <= 0.8 * (memory - weights):
+                break
+            rows //= 2
+        if weights > memory:
+            self._refuse(f"the weights of a rank are {_gib(weights)} but {self.device.name} has {_gib(memory)} to fill; "
+                         "use more ranks (--tp, --ep)")  # fmt: skip
+            rows, fixed = asked, self._fixed(drafter, block, window, budget, asked)
+        elif rows < asked:
+            self.notes.append(f"--max-num-seqs {asked} does not fit: {rows} requests run together")
+        return rows, fixed
+
+    def _pages(self, rows: int, context: int, budget: int, fixed: costs.Table) -> tuple[int, int]:
+        """Return (pages, context): every row's longest request if memory holds it, at least one of them."""
+        page_bytes = PAGE_SIZE * costs.kv_bytes_per_token(self.config, self.itemsize)
+        most = _pages_for(context + budget)
+        have = (self.device.memory - costs.total(fixed)) // page_bytes - 1
+        if have >= most:
+            return min(rows * most, have), context
+        asked, fits = self.options.max_model_len, have * PAGE_SIZE - budget
+        if asked is None and fits >= min(LEAST_CONTEXT, context):
+            self.notes.append(f"memory holds a context of {fits} tokens of the model's {context}")
+            return have, fits
+        if self.strict or costs.total(fixed) <= self.device.memory:
+            need = _gib(most * page_bytes)
+            self._refuse(f"a context of {context} tokens needs {need} of pages but {_gib(max(0, have) * page_bytes)} are "
+                         "left; lower --max-model-len or --max-num-seqs, or use more ranks")  # fmt: skip
+        return most, context
+
+    def _refuse(self, fault: str) -> None:
+        if self.strict:
+            raise ConfigError(fault)
+        self.notes.append(f"does not fit: {fault}")
+
+    def _step(self, drafter: DrafterConfig | None, block: int, window: int, budget: int, context: int) -> costs.Table:
+        """Bytes a rank moves in a step of one request with its largest tree."""
+        seen = min(SHOWN_CONTEXT, context)
+        return costs.step_bytes(self.config, 1, budget + 1, seen, self.world, self.itemsize, drafter, block, window)
+
+
+def _pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.2f} GiB"
