@@ -7,8 +7,16 @@ that what it reads back is exactly the committed text.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
+
+from draftwood.config import Options, Plan
+from draftwood.engine.loop import Engine
+from draftwood.engine.step import Parts
+from draftwood.kv.store import DraftStore, LatentStore
+from draftwood.parallel.comm import Local
 
 PRIME = 2147483629
 VOCAB = 48
@@ -34,8 +42,9 @@ class Toy:
             h = self.extend(h, int(t))
         return h
 
-    def logits(self, state: int) -> Tensor:
-        """[V] float32"""
+    def logits(self, state: int | Tensor) -> Tensor:
+        """[..., V] float32"""
+        state = torch.as_tensor(state)[..., None]
         return ((state * self._mul + self._add) % PRIME).double().div(PRIME).pow(3).mul(self.scale).float()
 
     def greedy(self, prompt, n: int) -> list[int]:
@@ -64,15 +73,14 @@ class FakeTarget:
             length, live = int(slots.lengths[r]), int(counts[r])
             self.nodes += live
             states.append(self._row(tokens[r], positions[r], slots, r, length, live, ancestors[r]))
-            for i, state in enumerate(states[-1]):
-                taps[r, i] = torch.tensor([state >> 16, state & 0xFFFF])
-                for layer in range(LAYERS):
-                    slots.cache[layer, slots.nodes[r, i]] = torch.tensor(
-                        [int(tokens[r, i]), int(positions[r, i]), layer], dtype=slots.cache.dtype
-                    )
+            own = torch.tensor(states[-1])
+            taps[r, :live] = torch.stack([own >> 16, own & 0xFFFF], -1).float()
+            for layer in range(LAYERS):
+                kept = torch.stack([tokens[r], positions[r], torch.full_like(tokens[r], layer)], -1).float()
+                slots.cache[layer, slots.nodes[r, :live]] = kept[:live]
             slots.cache[:, slots.nodes[r, live:]] = float("nan")
-        logits = [self.toy.logits(states[r][i]) for r, i in zip(*(v.tolist() for v in verified), strict=True)]
-        return torch.stack(logits), taps
+        chosen = [states[r][i] for r, i in zip(*(v.tolist() for v in verified), strict=True)]
+        return self.toy.logits(torch.tensor(chosen)), taps
 
     def _row(self, tokens, positions, slots, r, length, live, ancestors):
         kept = slots.cache[:, slots.prefix[r, :length]]
@@ -85,16 +93,17 @@ class FakeTarget:
         assert len(set(own)) == live and not set(own) & set(slots.prefix[r, :length].tolist())
         base = self.toy.state(kept[0, :, 0].long().tolist())
         states, masks = [], []
+        tokens, positions, ancestors = tokens.tolist(), positions.tolist(), ancestors.tolist()
         for i in range(live):
-            mask = sum((int(word) & (1 << 64) - 1) << 64 * w for w, word in enumerate(ancestors[i]))
+            mask = sum((word & (1 << 64) - 1) << 64 * w for w, word in enumerate(ancestors[i]))
             assert mask >> i == 1, f"node {i} sees nodes after it, or not itself"
-            parents = [j for j in range(i) if masks[j] | 1 << i == mask and int(positions[j]) == int(positions[i]) - 1]
+            parents = [j for j in range(i) if masks[j] | 1 << i == mask and positions[j] == positions[i] - 1]
             if i == 0:
-                assert mask == 1 and int(positions[0]) == length
+                assert mask == 1 and positions[0] == length
             else:
                 assert len(parents) == 1, f"node {i} has no parent whose path it extends"
             masks.append(mask)
-            states.append(self.toy.extend(states[parents[0]] if i else base, int(tokens[i])))
+            states.append(self.toy.extend(states[parents[0]] if i else base, tokens[i]))
         return states
 
 
@@ -132,9 +141,10 @@ class FakeDrafter:
         return high << 16 | low
 
     def _bend(self, out):
+        out = out * 40  # sure of itself
         if self.kind == "good":
             return out
-        noise = torch.randn(out.shape, generator=self._noise) * 5
+        noise = torch.randn(out.shape, generator=self._noise) * 20
         if self.kind == "blurred":
             return torch.where(torch.rand(out.shape[:2], generator=self._noise)[..., None] < 0.5, noise, out)
         if self.kind == "random":
@@ -158,3 +168,49 @@ class FakeDrafter:
                 position, row = int(positions[r, node]), int(window.row_ids[r])
                 window.keys[0, row, position % window.keys.shape[2], 0] = state
                 window.values[0, row, position % window.keys.shape[2], 0] = position
+
+
+def fake_plan(budget: int | str = 8, block: int = 8, **changes) -> Plan:
+    """A Plan of small sizes; `changes` are fields of Plan, or of its Options."""
+    fields = {f.name for f in dataclasses.fields(Plan)}
+    options = {k: v for k, v in changes.items() if k not in fields}
+    chunk = changes.get("prefill_chunk", 64)
+    values = {
+        "options": Options(tree_budget=budget, **{"max_num_batched_tokens": max(chunk, 64), **options}),
+        "model_path": "", "draft_path": None, "device": "cpu", "dtype": "float32", "world": 1, "max_model_len": 512,
+        "max_num_seqs": 8, "prefill_chunk": chunk, "page_size": 16, "num_pages": 400, "block": block, "window": 2048,
+        "max_budget": 64,
+    }  # fmt: skip
+    return Plan(**{**values, **{k: v for k, v in changes.items() if k in fields}})
+
+
+def fake_engine(kind: str | None = "good", plan: Plan | None = None, toy: Toy | None = None, stop_ids=(), **parts) -> Engine:
+    """An engine on the toy target with a drafter of `kind`, or none."""
+    toy = toy or Toy()
+    plan = plan or fake_plan()
+    if kind is None:
+        plan = dataclasses.replace(plan, block=0)
+    return Engine(
+        Parts(
+            target=FakeTarget(toy),
+            kv=LatentStore(LAYERS, plan.num_pages, plan.page_size, WIDTH, torch.float32, "cpu"),
+            comm=Local(),
+            vocab=toy.vocab,
+            drafter=FakeDrafter(toy, kind) if kind else None,
+            draft_kv=DraftStore(1, plan.max_num_seqs, plan.window, 1, TAPS, torch.float32, "cpu") if kind else None,
+            block=plan.block,
+            **parts,
+        ),
+        plan,
+        stop_ids,
+    )
+
+
+def run(engine: Engine, requests) -> dict[int, list[int]]:
+    """Add (prompt, params) pairs at once, run to the end, return token ids by request id; pages must come back."""
+    out: dict[int, list[int]] = {engine.add(prompt, params): [] for prompt, params in requests}
+    while not engine.idle:
+        for output in engine.step():
+            out[output.request_id] += output.token_ids
+    assert engine.scheduler.pool.free_count == engine.plan.num_pages
+    return out

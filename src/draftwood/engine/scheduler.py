@@ -23,6 +23,8 @@ class Start:
     row: int
     pages: tuple[int, ...]
     params: SamplingParams
+    prompt: tuple[int, ...]
+    """The whole prompt where penalties count its tokens, else empty."""
     drafts: bool
     """False when no step of the request will ever draft."""
 
@@ -188,12 +190,17 @@ class Scheduler:
             self.waiting.popleft()
             seq = Sequence(request, self._rows.pop(), self.pool.allocate(need), limit, budget, auto)
             self.running[request.id] = seq
-            yield Start(seq.row, tuple(seq.pages), request.params, budget > 0)
+            prompt = request.prompt if request.params.counts_tokens else ()
+            yield Start(seq.row, tuple(seq.pages), request.params, prompt, budget > 0)
 
-    def sequences(self, plan: StepPlan) -> list[Sequence | None]:
-        """The sequence of each row of `plan`; None where the request has ended since."""
+    def sequences(self, plan: StepPlan) -> list[Sequence]:
+        """The sequence of each row of the plan that `next_step` has just returned."""
         by_row = {seq.row: seq for seq in self.running.values()}
-        return [by_row.get(row) for row in plan.rows]
+        return [by_row[row] for row in plan.rows]
+
+    def runs(self, seq: Sequence) -> bool:
+        """False when the request has ended since; its results are of no use."""
+        return self.running.get(seq.request.id) is seq
 
     def finish(self, request_id: int) -> bool:
         """Let go of a request at any point of its life; False when it is not here."""

@@ -1,0 +1,191 @@
+"""The engine: requests in, tokens out. Rank 0 decides each step and tells the others; every rank runs it.
+
+A step is planned, broadcast, run and read. Reading cuts each row's tokens at its stop token or its limit; what a
+finished row committed beyond that is never seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from draftwood.config import Plan
+from draftwood.engine.request import Output, Request, SamplingParams, Usage
+from draftwood.engine.rows import Rows
+from draftwood.engine.scheduler import Scheduler, Sequence, StepPlan
+from draftwood.engine.step import Parts, StepResult, step
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One row of one step, for drawing trees and for measuring. Lists are by node or by accepted place."""
+
+    request_id: int
+    length: int
+    """Committed tokens before the step: the root's position."""
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    logprob: list[float]
+    """Cumulative log-probability that the drafter gave each node."""
+    path: list[int]
+    """Accepted nodes, the root first."""
+    committed: list[int]
+    """Tokens the step returned, the final choice last, before any stop or limit."""
+    gaps: list[float]
+    """Lead of each committed token over the next best, in logits."""
+    forced: bool
+    """True for a prompt chunk."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step as a whole."""
+
+    seconds: dict[str, float]
+    rows: list[Trace]
+
+
+class Engine:
+    """Runs requests to their ends. One thread; `step` does everything."""
+
+    def __init__(self, parts: Parts, plan: Plan, stop_ids: Iterable[int]) -> None:
+        self.parts = parts
+        self.plan = plan
+        self.stop_ids = frozenset(stop_ids)
+        self.scheduler = Scheduler(plan, parts.vocab)
+        self.rows = Rows(plan.max_num_seqs, self.scheduler.table_width, parts.kv.sink, parts.vocab, parts.device)
+        self.usage: dict[int, Usage] = {}
+        self.records: list[StepRecord] | None = None
+        """Set to a list to collect a record of each step."""
+        self._next_id = 0
+
+    @property
+    def idle(self) -> bool:
+        """True when there is nothing to do."""
+        return self.scheduler.idle
+
+    def add(self, prompt: Iterable[int], params: SamplingParams) -> int:
+        """Queue a prompt and return the request's id. Raises RequestError when it cannot be served."""
+        request = Request(self._next_id, tuple(prompt), params.seeded())
+        self.scheduler.add(request)
+        self._next_id += 1
+        self.usage[request.id] = Usage(prompt_tokens=len(request.prompt))
+        return request.id
+
+    def abort(self, request_id: int) -> Usage | None:
+        """Forget a request, whatever it is doing; return what it has cost, None when it is not here."""
+        self.scheduler.finish(request_id)
+        return self.usage.pop(request_id, None)
+
+    def step(self) -> list[Output]:
+        """Run one step and return what it added to each request; nothing when there was nothing to run."""
+        plan = self.scheduler.next_step()
+        if plan is None:
+            return []
+        began = time.monotonic()
+        sequences = self.scheduler.sequences(plan)
+        plan = self.parts.comm.broadcast(plan)
+        result = step(self.parts, self.rows, plan, trace=self.records is not None)
+        return self._read(plan, sequences, result, began)
+
+    def follow(self) -> None:
+        """On ranks above 0: run every step that rank 0 decides, until it closes."""
+        while True:
+            plan: StepPlan | None = self.parts.comm.broadcast(None)
+            if plan is None:
+                return
+            step(self.parts, self.rows, plan)
+
+    def close(self) -> None:
+        """End the followers. The engine is of no use afterwards."""
+        if self.parts.comm.rank == 0:
+            self.parts.comm.broadcast(None)
+        self.parts.comm.close()
+
+    def _read(self, plan: StepPlan, sequences: list[Sequence], result: StepResult, began: float) -> list[Output]:
+        """Turn a step's tensors into outputs and end what is finished."""
+        now = time.monotonic()
+        path = result.path
+        counts, emitted = path.counts.tolist(), path.emitted.tolist()
+        tokens, logprobs = path.tokens.tolist(), path.logprobs.tolist()
+        nodes = result.tree.counts.tolist()
+        if self.records is not None:
+            self.records.append(_record(plan, result, sequences))
+        outputs = []
+        for place, seq in enumerate(sequences):
+            if not self.scheduler.runs(seq):
+                continue
+            seq.length += counts[place]
+            usage = self.usage[seq.request.id]
+            usage.started = usage.started or began
+            usage.ended = now
+            for stage, seconds in result.seconds.items():
+                usage.stage_seconds[stage] += seconds
+            if not plan.emits[place]:
+                usage.prompt_steps += 1
+                continue
+            new = tokens[place][: emitted[place]]
+            taken, reason = self._cut(seq, new)
+            seq.generated += taken
+            usage.completion_tokens += taken
+            if plan.chunks[place]:
+                usage.prompt_steps += 1
+            else:
+                usage.steps += 1
+                usage.decoded += taken
+                usage.nodes += nodes[place] - 1
+            wants = seq.request.params.logprobs
+            top = None
+            if wants and result.top is not None:
+                ids, values = (part[place, :taken, :wants].tolist() for part in result.top)
+                top = tuple(tuple(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
+            outputs.append(
+                Output(
+                    request_id=seq.request.id,
+                    token_ids=tuple(new[:taken]),
+                    logprobs=None if wants is None else tuple(logprobs[place][:taken]),
+                    finish_reason=reason,
+                    usage=usage,
+                    top_logprobs=top,
+                )
+            )
+            if reason is not None:
+                self.scheduler.finish(seq.request.id)
+                del self.usage[seq.request.id]
+        return outputs
+
+    def _cut(self, seq: Sequence, tokens: list[int]) -> tuple[int, str | None]:
+        """Return how many of the step's tokens belong to the answer, the stop token included, and why it ends there.
+
+        The first stop token within the limit ends it; a stop token that the limit cuts off was never generated.
+        """
+        params = seq.request.params
+        room = min(len(tokens), seq.limit - seq.generated)
+        for place, token in enumerate(tokens[:room]):
+            if token in params.stop_token_ids or token in self.stop_ids and not params.ignore_eos:
+                return place + 1, "stop"
+        return room, "length" if seq.generated + room == seq.limit else None
+
+
+def _record(plan: StepPlan, result: StepResult, sequences: list[Sequence]) -> StepRecord:
+    tree, path = result.tree, result.path
+    rows = []
+    for place, seq in enumerate(sequences):
+        live, accepted, emitted = int(tree.counts[place]), int(path.counts[place]), int(path.emitted[place])
+        rows.append(
+            Trace(
+                request_id=seq.request.id,
+                length=seq.length,
+                tokens=tree.tokens[place, :live].tolist(),
+                parents=tree.parents[place, :live].tolist(),
+                depths=tree.depths[place, :live].tolist(),
+                logprob=tree.logprob[place, :live].tolist(),
+                path=path.nodes[place, :accepted].tolist(),
+                committed=path.tokens[place, :emitted].tolist() if plan.emits[place] else [],
+                gaps=result.gaps[place, :emitted].tolist() if result.gaps is not None and plan.emits[place] else [],
+                forced=bool(plan.chunks[place]),
+            )
+        )
+    return StepRecord(result.seconds, rows)

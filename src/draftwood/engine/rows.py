@@ -1,0 +1,100 @@
+"""The state of every persistent row: how long it is, its root, its pages, how it samples. Every rank keeps the same.
+
+A row's state begins with the StepPlan that starts it and then moves only by what steps accept, so ranks that follow
+the same plans agree without being told, and on a GPU nothing here has to be read by the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwood.engine.scheduler import Start, StepPlan
+from draftwood.spec.accept import Path
+from draftwood.spec.sampling import History, Sampling, uses_history
+
+
+@dataclass(frozen=True)
+class View:
+    """The rows of one step, in the plan's order."""
+
+    plan: StepPlan
+    ids: Tensor
+    """[R] persistent row ids."""
+    lengths: Tensor
+    """[R] committed tokens."""
+    roots: Tensor
+    """[R] the last known token; of no meaning where a chunk is forced."""
+    tables: Tensor
+    """[R, pages]"""
+    sampling: Sampling
+    warm: Tensor | None
+    """Places of the rows whose drafter context is kept; None: all of them."""
+    logprobs: int
+    """Most log-probabilities that a row wants beside the chosen token's."""
+
+    def noise(self, vocab: int) -> Tensor | None:
+        """Gumbel noise [R, depth + 1, V] of the positions that are chosen in this step; None when all rows are greedy."""
+        ahead = torch.tensor([len(chunk) or 1 for chunk in self.plan.chunks])
+        return self.sampling.noise(self.lengths + ahead, self.plan.depth + 1, vocab)
+
+
+class Rows:
+    """State of `count` persistent rows with page tables `width` pages wide, padded with the `sink` page."""
+
+    def __init__(self, count: int, width: int, sink: int, vocab: int, device: torch.device | str) -> None:
+        self.vocab = vocab
+        self.lengths = torch.zeros(count, dtype=torch.long, device=device)
+        self.roots = torch.zeros(count, dtype=torch.long, device=device)
+        self.tables = torch.full((count, width), sink, dtype=torch.long, device=device)
+        self._sink = sink
+        self._starts: dict[int, Start] = {}
+        self._histories: dict[int, History | None] = {}
+        self._kept: View | None = None
+
+    def view(self, plan: StepPlan) -> View:
+        """Begin the rows that start with this plan and return all rows of the step."""
+        for start in plan.starts:
+            self._begin(start)
+        if self._kept is None or self._kept.plan.rows != plan.rows:
+            self._kept = self._collect(plan)
+        ids = self._kept.ids
+        self._kept = dataclasses.replace(self._kept, plan=plan, lengths=self.lengths[ids], roots=self.roots[ids])
+        return self._kept
+
+    def _begin(self, start: Start) -> None:
+        self._kept = None
+        self.lengths[start.row] = 0
+        self.tables[start.row] = self._sink
+        self.tables[start.row, : len(start.pages)] = torch.tensor(start.pages)
+        self._starts[start.row] = start
+        self._histories[start.row] = History(start.prompt, self.vocab) if uses_history(start.params) else None
+
+    def _collect(self, plan: StepPlan) -> View:
+        """Gather what stays the same while the same rows run."""
+        ids = torch.tensor(plan.rows, device=self.lengths.device)
+        starts = [self._starts[row] for row in plan.rows]
+        params = [start.params for start in starts]
+        drafts = [start.drafts for start in starts]
+        return View(
+            plan=plan,
+            ids=ids,
+            lengths=self.lengths[ids],
+            roots=self.roots[ids],
+            tables=self.tables[ids],
+            sampling=Sampling.build(params, [p.seed or 0 for p in params], [self._histories[row] for row in plan.rows]),
+            warm=None if all(drafts) else torch.from_numpy(np.flatnonzero(drafts)),
+            logprobs=max(p.logprobs or 0 for p in params),
+        )
+
+    def advance(self, view: View, path: Path) -> None:
+        """Commit what a step accepted: lengths grow, the final choice is the new root, penalties count the tokens."""
+        self.lengths[view.ids] = view.lengths + path.counts
+        self.roots[view.ids] = path.final
+        for place, history in enumerate(view.sampling.history):
+            if history is not None and view.plan.emits[place]:
+                history.extend(path.tokens[place, : int(path.emitted[place])].tolist())

@@ -1,0 +1,203 @@
+"""One step: draft, tree, verify, accept, commit. A prompt chunk is a forced chain, plain decoding a tree of one node.
+
+Nothing is decided here about who runs, and nothing here knows what a request is.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftwood.config import STAGES
+from draftwood.engine.rows import Rows, View
+from draftwood.engine.scheduler import StepPlan
+from draftwood.kv.store import DraftRows, DraftStore, LatentStore, Scratch
+from draftwood.parallel.comm import Comm
+from draftwood.spec.accept import Path, accept
+from draftwood.spec.bigram import Bigram
+from draftwood.spec.noise import gumbel
+from draftwood.spec.sampling import choose, filter_logits, top_logprobs
+from draftwood.spec.tree import GrowOptions, Tree, chain, grow, join, roots
+
+_OWN_NOISE = 0x5DEECE66D
+"""Flips bits of a seed where the drafter is asked for noise of its own."""
+
+
+class TargetModel(Protocol):
+    """What a step needs of the target; see model.kimi.Target."""
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, slots: Scratch, ancestors: Tensor, counts: Tensor,
+        verified: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+class DraftModel(Protocol):
+    """What a step needs of the drafter; see model.drafter.Drafter."""
+
+    def propose(self, roots: Tensor, window: DraftRows, block: int) -> Tensor: ...
+
+    def observe(self, taps: Tensor, positions: Tensor, path: Tensor, window: DraftRows) -> None: ...
+
+
+@dataclass
+class Parts:
+    """What an engine is made of. Without a drafter every tree is its root."""
+
+    target: TargetModel
+    kv: LatentStore
+    comm: Comm
+    vocab: int
+    drafter: DraftModel | None = None
+    draft_kv: DraftStore | None = None
+    block: int = 0
+    options: GrowOptions = GrowOptions()
+    bigram: Bigram | None = None
+    noise: str = "shared"
+    device: torch.device | str = "cpu"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step accepted, in the plan's order of rows. Tensors, so that a device may be read one step later."""
+
+    tree: Tree
+    path: Path
+    seconds: dict[str, float]
+    """By stage."""
+    gaps: Tensor | None
+    """[R, P] how far, in logits, each committed token was ahead of the next best; None unless asked for."""
+    top: tuple[Tensor, Tensor] | None
+    """ids, log-probabilities [R, P, K] of the likeliest tokens at each committed one; None unless asked for."""
+
+
+class Clock:
+    """Seconds since the last lap, added to a stage."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._last
+        self._last = now
+
+
+@torch.inference_mode()
+def step(parts: Parts, rows: Rows, plan: StepPlan, trace: bool = False) -> StepResult:
+    """Advance every row of `plan` by one target forward. No decisions about who runs."""
+    clock = Clock()
+    view = rows.view(plan)
+    guesses = propose(parts, view)
+    clock.lap("draft")
+    noise = view.noise(parts.vocab)
+    tree = plant(parts, view, guesses, noise)
+    clock.lap("tree")
+    slots = parts.kv.scratch(view.tables, view.lengths, tree.counts, tree.tokens.shape[1], plan.longest)
+    positions, verified = tree.positions(view.lengths), tree.verified()
+    logits, taps = parts.target.forward(tree.tokens, positions, slots, tree.ancestors(), tree.counts, verified)
+    clock.lap("verify")
+    choices, logprobs = choose(logits, *verified, tree, view.sampling, noise)
+    path = accept(tree, choices, verified, logprobs)
+    clock.lap("accept")
+    parts.kv.commit(slots, path.nodes, path.counts)
+    observe(parts, view, taps, positions, path)
+    rows.advance(view, path)
+    clock.lap("commit")
+    gaps = _gaps(logits, verified, tree, view, noise, path) if trace else None
+    return StepResult(tree, path, clock.seconds, gaps, _top(logits, view, path))
+
+
+def propose(parts: Parts, view: View) -> Tensor | None:
+    """Return the drafter's logits [drafting rows, D, V] for the rows with a budget; None when there are none."""
+    places = _drafting(view.plan)
+    if not places or parts.drafter is None or parts.draft_kv is None:
+        return None
+    if len(places) == len(view.plan.rows):
+        window, known = parts.draft_kv.rows(view.ids, view.lengths), view.roots
+    else:
+        window, known = parts.draft_kv.rows(view.ids[places], view.lengths[places]), view.roots[places]
+    return parts.drafter.propose(known, window, parts.block)[:, : view.plan.depth]
+
+
+def _drafting(plan: StepPlan) -> list[int]:
+    return [place for place, budget in enumerate(plan.budgets) if budget > 0]
+
+
+def plant(parts: Parts, view: View, guesses: Tensor | None, noise: Tensor | None) -> Tree:
+    """Return the step's trees: chains where a chunk is forced, grown trees where there are guesses, else roots."""
+    plan = view.plan
+    grown = _drafting(plan) if guesses is not None else []
+    forced = [place for place, chunk in enumerate(plan.chunks) if chunk]
+    free = sorted(set(range(len(plan.rows))) - set(grown) - set(forced))
+    trees = []
+    if guesses is not None:
+        trees.append(_grown(parts, view, guesses, noise, grown))
+    if forced:
+        trees.append(chain([plan.chunks[place] for place in forced]))
+    if free:
+        trees.append(roots(view.roots[free]))
+    if len(trees) == 1:
+        return trees[0]
+    stacked = grown + forced + free
+    order = sorted(range(len(stacked)), key=stacked.__getitem__)
+    return join(trees, order)
+
+
+def _grown(parts: Parts, view: View, guesses: Tensor, noise: Tensor | None, places: list[int]) -> Tree:
+    sampling, plan = view.sampling, view.plan
+    shared = noise
+    if noise is not None and parts.noise == "own":
+        first = view.lengths + 1
+        shared = gumbel(torch.from_numpy(sampling.seed ^ _OWN_NOISE), first[:, None] + torch.arange(plan.depth), parts.vocab)
+    if noise is None or parts.noise == "none":
+        shared = None
+    if shared is not None and len(places) < len(plan.rows):
+        shared = shared[places]
+    budgets = [plan.budgets[place] for place in places]
+    heat = sampling.temperature[places].tolist()
+    return grow(guesses, view.roots[places], budgets, heat, shared, parts.options, parts.bigram)
+
+
+def observe(parts: Parts, view: View, taps: Tensor, positions: Tensor, path: Path) -> None:
+    """Give the drafter the context of the accepted nodes of every row that may still draft."""
+    if parts.drafter is None or parts.draft_kv is None:
+        return
+    nodes, counts, ids, lengths = path.nodes, path.counts, view.ids, view.lengths
+    if view.warm is not None:
+        if not len(view.warm):
+            return
+        taps, positions, nodes, counts = taps[view.warm], positions[view.warm], nodes[view.warm], counts[view.warm]
+        ids, lengths = ids[view.warm], lengths[view.warm]
+    window = parts.draft_kv.rows(ids, lengths)
+    parts.drafter.observe(taps, positions, window.recent(nodes, counts), window)
+
+
+def _top(logits: Tensor, view: View, path: Path) -> tuple[Tensor, Tensor] | None:
+    """Return the likeliest tokens at each committed one, when a row asks for them."""
+    if view.logprobs == 0:
+        return None
+    ids, values = top_logprobs(logits, view.logprobs)
+    chosen = path.chosen.clamp(min=0)
+    return ids[chosen], values[chosen]
+
+
+def _gaps(
+    logits: Tensor, verified: tuple[Tensor, Tensor], tree: Tree, view: View, noise: Tensor | None, path: Path
+) -> Tensor:
+    """Return [R, P] the lead of each chosen token over the next best in what was compared, in units of logits."""
+    rows, nodes = verified
+    scored = filter_logits(logits, rows, nodes, tree, view.sampling)
+    scale = torch.ones(len(rows))
+    if noise is not None:
+        hot = torch.from_numpy(view.sampling.sampled)[rows]
+        place = torch.where(tree.forced[rows], 0, tree.depths[rows, nodes])
+        scored = torch.where(hot[:, None], scored + noise[rows, place], scored)
+        scale = torch.where(hot, torch.from_numpy(view.sampling.temperature)[rows], 1.0)
+    best = scored.topk(2, -1).values
+    return ((best[:, 0] - best[:, 1]) * scale)[path.chosen.clamp(min=0)]
