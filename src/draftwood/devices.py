@@ -23,7 +23,7 @@ def detect(asked: str = "auto", ranks: int = 1, local_rank: int = 0) -> Device:
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu, or install a CUDA build of torch")
     if asked == "cpu" or not torch.cuda.is_available():
-        return Device("cpu", "this machine's memory", int(available_memory() * _CPU_SHARE) // ranks)
+        return Device("cpu", "this CPU", int(available_memory() * _CPU_SHARE) // ranks)
     if local_rank >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise ConfigError(f"rank {local_rank} has no GPU: this machine has {count}; lower --tp or --ep")

@@ -17,12 +17,6 @@ def test_sizes_use_binary_units(count, text):
     assert console.size(count) == text
 
 
-def test_json_is_one_line_and_refuses_nan():
-    assert console.json_line({"a": "é\n"}) == '{"a": "é\\n"}'
-    with pytest.raises(ValueError, match="JSON"):
-        console.json_line(float("nan"))
-
-
 def test_text_outside_the_terminals_encoding_is_escaped(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))

@@ -1,9 +1,8 @@
-"""What the terminal commands share: tables, dim text, one JSON line, and readers that stop reading."""
+"""What the terminal commands share: lists of facts, dim text, and readers that stop reading."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,11 +25,6 @@ def write(text: str, end: str = "") -> None:
     sys.stdout.flush()
 
 
-def json_line(value: Any) -> str:
-    """Return `value` as one line of JSON; text outside ASCII stays readable, NaN is refused."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
 @contextlib.contextmanager
 def closed_pipe_is_fine() -> Iterator[None]:
     """End quietly when the reader of stdout or stderr has gone (`| head -1`): it has read what it wanted."""
@@ -38,13 +32,9 @@ def closed_pipe_is_fine() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes both once more at exit; give what is left a place that takes it.
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except BrokenPipeError:
-                with open(os.devnull, "w") as nowhere:
-                    os.dup2(nowhere.fileno(), stream.fileno())
+        # Python flushes stdout once more at exit; give what is left a place that takes it.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def coloured(stream: TextIO) -> bool:

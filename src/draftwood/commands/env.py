@@ -11,6 +11,7 @@ from typing import Any
 
 from draftwood import __version__, env
 from draftwood.commands import console
+from draftwood.report import json_line
 
 PACKAGES = (
     "torch", "numpy", "safetensors", "tiktoken", "jinja2", "huggingface_hub", "rich", "tokenizers", "transformers",
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
             console.write(f"{title}\n")
             rows = values.items() if isinstance(values, dict) else [(v["name"], _device(v)) for v in values]
             console.write(console.table([(k, "-" if v in (None, "") else str(v)) for k, v in rows]) + "\n")
-        console.write(console.json_line(found), end="\n")
+        console.write(json_line(found), end="\n")
     return 0
 
 
