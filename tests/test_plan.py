@@ -170,3 +170,10 @@ def test_planning_does_not_load_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_cpu_clears_memory_for_few_rows_unless_more_are_asked_for():
+    cpu = Device("cpu", "cpu", 1 << 42)
+    assert made(cpu).max_num_seqs == plan.CPU_ROWS
+    assert made(cpu, max_num_seqs=64).max_num_seqs == 64
+    assert made(BIG).max_num_seqs == 128

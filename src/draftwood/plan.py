@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from draftwood.model.config import BUILTIN, DrafterConfig, ModelConfig, check_pa
 from draftwood.parallel.layout import Layout, check_layout
 
 DEFAULT_BLOCK = 8
+CPU_ROWS = 8
+"""Requests that run together on a CPU unless --max-num-seqs says otherwise: memory for more is cleared at every start
+(4 s for 128 rows of nano) and two cores gain nothing from it."""
 LEAST_CONTEXT = 256
 """A default context is never cut below this many tokens to fit memory; the plan is refused instead."""
 SHOWN_CONTEXT = 4096
@@ -266,7 +270,7 @@ class _Planner:
     def _rows(self, drafter: DrafterConfig | None, block: int, window: int, budget: int) -> tuple[int, tuple[tuple[str, int], ...]]:
         """Return (rows, fixed bytes): as many rows as asked, halved until they leave a fifth of the free memory for
         pages. Refuses weights that do not fit."""
-        asked = rows = self.options.max_num_seqs
+        asked = rows = self._asked_rows()
         memory = self.device.memory
         while True:
             fixed = self._fixed(drafter, block, window, budget, rows)
@@ -298,6 +302,11 @@ class _Planner:
             self._refuse(f"a context of {context} tokens needs {need} of pages but {_gib(max(0, have) * page_bytes)} are "
                          "left; lower --max-model-len or --max-num-seqs, or use more ranks")  # fmt: skip
         return most, context
+
+    def _asked_rows(self) -> int:
+        asked = self.options.max_num_seqs
+        default = next(f.default for f in dataclasses.fields(Options) if f.name == "max_num_seqs")
+        return CPU_ROWS if self.device.kind == "cpu" and asked == default else asked
 
     def _refuse(self, fault: str) -> None:
         if self.strict:
