@@ -177,3 +177,40 @@ def test_a_cpu_clears_memory_for_few_rows_unless_more_are_asked_for():
     assert made(cpu).max_num_seqs == plan.CPU_ROWS
     assert made(cpu, max_num_seqs=64).max_num_seqs == 64
     assert made(BIG).max_num_seqs == 128
+
+
+def test_a_cap_that_keeps_trees_below_their_budget_is_said():
+    assert made(topk_cap=1, draft_block=4, tree_budget=8).notes == (
+        "--topk-cap 1 and block 4 give trees of at most 3 nodes, not 8",
+    )
+    assert made(topk_cap=2, draft_block=4, tree_budget=14).notes == ()
+
+
+def test_a_block_that_the_drafter_was_not_trained_for_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--draft-block 16: this drafter was trained for blocks of at most 8"):
+        made(draft_block=16)
+    write_checkpoint(tmp_path)
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(K2_6_DRAFT | {"block_size": 2}))
+    asked = Options(model=str(tmp_path))
+    with pytest.raises(ConfigError, match="blocks of 2"):
+        decide(asked, find(asked), BIG)
+
+
+def test_nano_is_the_bundled_model_even_beside_a_folder_of_that_name(tmp_path, monkeypatch):
+    (tmp_path / "nano").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bundled").mkdir()
+    (tmp_path / "bundled" / "config.json").write_text("{}")
+    monkeypatch.setattr(plan.nano, "path", lambda: tmp_path / "bundled")
+    assert plan.locate("nano") == tmp_path / "bundled"
+
+
+def test_a_download_that_breaks_off_is_one_line(monkeypatch):
+    import huggingface_hub
+
+    def broken(*args, **kwargs):
+        raise huggingface_hub.errors.HTTPError("peer closed connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", broken)
+    with pytest.raises(ConfigError, match="hub id some/model could not be downloaded: peer closed"):
+        plan.locate("some/model")

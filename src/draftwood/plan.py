@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftwood import nano
-from draftwood.config import MAX_BLOCK, MAX_BUDGET, PAGE_SIZE, Options, Plan
+from draftwood.config import MAX_BLOCK, MAX_BUDGET, MIN_BLOCK, PAGE_SIZE, Options, Plan
 from draftwood.errors import ConfigError
 from draftwood.model import costs
 from draftwood.model.config import BUILTIN, DrafterConfig, ModelConfig, check_pair, read_drafter_config, read_model_config
@@ -124,13 +124,13 @@ def locate(name: str, weights: bool = True) -> Path:
 
     Raises ConfigError for none of these, and when the hub cannot be reached.
     """
-    path = Path(name).expanduser()
-    if _is_folder(path):
-        return path
-    if name == "nano":
+    if name == "nano":  # first: what the default model is must not depend on the working folder
         if not (nano.path() / "config.json").exists():
             raise ConfigError(f"the bundled model is missing from {nano.path()}; install draftwood again")
         return nano.path()
+    path = Path(name).expanduser()
+    if _is_folder(path):
+        return path
     if path.exists():
         raise ConfigError(f"{name} is a file; give the checkpoint's folder")
     if not _HUB_ID.fullmatch(name):
@@ -147,8 +147,11 @@ def _is_folder(path: Path) -> bool:
 
 
 def _download(name: str, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import errors, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    # What the hub's HTTP client raises when a download breaks off; before huggingface_hub 1 it was an OSError.
+    broken: type[Exception] = getattr(errors, "HTTPError", OSError)
 
     try:
         return Path(snapshot_download(name, allow_patterns=_ALL_FILES if weights else _CONFIG_FILES))
@@ -159,7 +162,7 @@ def _download(name: str, weights: bool) -> Path:
         why = {401: "needs a login (hf auth login), or does not exist", 403: "is gated: ask for access on its page"}
         reason = why.get(status or 0, "was not found" if status == 404 else f"failed (HTTP {status})")
         raise ConfigError(f"hub id {name} {reason}; a folder works too") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, broken) as error:
         raise ConfigError(f"hub id {name} could not be downloaded: {' '.join(str(error).split())[:200]}") from None
 
 
@@ -191,7 +194,7 @@ class _Planner:
         block = self._block(drafter)
         budget = self._max_budget(drafter)
         context = self._context()
-        window = min(options.draft_window, context)
+        window = min(options.draft_window, context, drafter.max_position if drafter else context)
         rows, fixed = self._rows(drafter, block, window, budget)
         pages, context = self._pages(rows, context, budget, fixed)
         page_bytes = PAGE_SIZE * costs.kv_bytes_per_token(self.config, self.itemsize)
@@ -235,7 +238,21 @@ class _Planner:
     def _block(self, drafter: DrafterConfig | None) -> int:
         if drafter is None:
             return 0
-        return self.options.draft_block or min(DEFAULT_BLOCK, drafter.block_size, MAX_BLOCK)
+        if drafter.block_size < MIN_BLOCK:
+            raise ConfigError(
+                f"the drafter was trained for blocks of {drafter.block_size}, this engine runs {MIN_BLOCK}..{MAX_BLOCK}; "
+                "give another one or --draft none"
+            )
+        block = self.options.draft_block or min(DEFAULT_BLOCK, drafter.block_size)
+        self._note_small_trees(block)
+        return block
+
+    def _note_small_trees(self, block: int) -> None:
+        """Say when a top-k cap and a block make every tree smaller than its budget."""
+        cap, budget = self.options.topk_cap, self.options.tree_budget
+        most = sum(cap**depth for depth in range(1, block)) if cap else MAX_BUDGET
+        if isinstance(budget, int) and most < budget:
+            self.notes.append(f"--topk-cap {cap} and block {block} give trees of at most {most} nodes, not {budget}")
 
     def _max_budget(self, drafter: DrafterConfig | None) -> int:
         asked = self.options.tree_budget
