@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from tqdm import tqdm
+
+from draftwood.errors import ConfigError
+
+N = TypeVar("N", int, float)
 
 _QUIET_SECONDS = 15.0
 """A log file gets a line of progress this often; a terminal ten times a second."""
@@ -47,3 +51,18 @@ def progress(total: int, label: str, unit: str) -> tqdm[Any]:
     """Return a bar on stderr; call its `update(n)`, and close it."""
     seconds = 0.1 if sys.stderr.isatty() else _QUIET_SECONDS
     return tqdm(total=total, desc=label, unit=unit, file=sys.stderr, mininterval=seconds, dynamic_ncols=True, leave=False)
+
+
+def numbers(flag: str, text: str, kind: Callable[[str], N], low: N, high: N) -> tuple[N, ...]:
+    """Return the numbers of a flag's comma-separated text, each once, in order.
+
+    Raises ConfigError for text that holds no such numbers, and for one outside low..high.
+    """
+    try:
+        found = tuple(dict.fromkeys(kind(part) for part in text.split(",")))
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r} is not a list of numbers; write them with commas, as in 1,4,8") from None
+    for value in found:
+        if not low <= value <= high:
+            raise ConfigError(f"{flag} {value} is outside {low}..{high}; choose values in that range")
+    return found
