@@ -160,7 +160,7 @@ class FakeDrafter:
 
     def observe(self, taps, positions, path, window):
         for r in range(path.shape[0]):
-            kept = path[r][path[r] >= 0].tolist()
+            kept = path[r][path[r] >= 0].tolist()[-window.keys.shape[2] :]
             self.observed += len(kept)
             for node in kept:
                 state = taps[r, node]
@@ -196,6 +196,7 @@ def fake_engine(kind: str | None = "good", plan: Plan | None = None, toy: Toy | 
             kv=LatentStore(LAYERS, plan.num_pages, plan.page_size, WIDTH, torch.float32, "cpu"),
             comm=Local(),
             vocab=toy.vocab,
+            positions=plan.max_model_len,
             drafter=FakeDrafter(toy, kind) if kind else None,
             draft_kv=DraftStore(1, plan.max_num_seqs, plan.window, 1, TAPS, torch.float32, "cpu") if kind else None,
             block=plan.block,

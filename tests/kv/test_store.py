@@ -1,6 +1,5 @@
 """A step writes only into its own row's scratch; commit leaves exactly what a chain would have left."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,15 +60,6 @@ def test_commit_equals_a_chain_and_touches_nothing_else(data):
             at = int(lengths[r])
             expected[:, _slot(tables[r], at + j)] = before[:, _slot(tables[r], at + node)]
     assert torch.equal(store.cache, expected)
-
-
-@pytest.mark.parametrize("capacity", [3, 5, 8])
-def test_recent_keeps_the_newest_places_of_each_row(capacity):
-    window = DraftStore(1, 4, capacity, 1, 2, torch.float32, "cpu").rows(torch.tensor([3, 0]), torch.tensor([9, 0]))
-    path = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 4, -1, -1, -1, -1]])
-    kept = window.recent(path, torch.tensor([6, 2]))
-    assert kept[0].tolist()[:capacity] == list(range(max(0, 6 - capacity), 6))
-    assert [n for n in kept[1].tolist() if n >= 0] == [0, 4]
 
 
 def test_sizes_are_what_is_allocated():

@@ -40,7 +40,7 @@ class View:
     def noise(self, vocab: int) -> Tensor | None:
         """Gumbel noise [R, depth + 1, V] of the positions that are chosen in this step; None when all rows are greedy."""
         ahead = torch.tensor([len(chunk) or 1 for chunk in self.plan.chunks])
-        return self.sampling.noise(self.lengths + ahead, self.plan.depth + 1, vocab)
+        return self.sampling.noise(self.lengths.cpu() + ahead, self.plan.depth + 1, vocab)
 
 
 class Rows:
@@ -70,7 +70,7 @@ class Rows:
         self._kept = None
         self.lengths[start.row] = 0
         self.tables[start.row] = self._sink
-        self.tables[start.row, : len(start.pages)] = torch.tensor(start.pages)
+        self.tables[start.row, : len(start.pages)] = torch.tensor(start.pages, device=self.tables.device)
         self._starts[start.row] = start
         self._histories[start.row] = History(start.prompt, self.vocab) if uses_history(start.params) else None
 
@@ -93,8 +93,8 @@ class Rows:
 
     def advance(self, view: View, path: Path) -> None:
         """Commit what a step accepted: lengths grow, the final choice is the new root, penalties count the tokens."""
-        self.lengths[view.ids] = view.lengths + path.counts
-        self.roots[view.ids] = path.final
+        self.lengths[view.ids] = view.lengths + path.counts.to(self.lengths.device)
+        self.roots[view.ids] = path.final.to(self.roots.device)
         for place, history in enumerate(view.sampling.history):
             if history is not None and view.plan.emits[place]:
                 history.extend(path.tokens[place, : int(path.emitted[place])].tolist())

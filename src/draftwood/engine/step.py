@@ -20,6 +20,7 @@ from draftwood.parallel.comm import Comm
 from draftwood.spec.accept import Path, accept
 from draftwood.spec.bigram import Bigram
 from draftwood.spec.noise import gumbel
+from draftwood.spec.policy import AutoSize
 from draftwood.spec.sampling import choose, filter_logits, top_logprobs
 from draftwood.spec.tree import GrowOptions, Tree, chain, grow, join, roots
 
@@ -52,12 +53,16 @@ class Parts:
     kv: LatentStore
     comm: Comm
     vocab: int
+    positions: int
+    """Positions the target knows."""
     drafter: DraftModel | None = None
     draft_kv: DraftStore | None = None
     block: int = 0
     options: GrowOptions = GrowOptions()
     bigram: Bigram | None = None
     noise: str = "shared"
+    auto: AutoSize | None = None
+    """Sizes of the trees whose budget is `auto`; None until they are wanted."""
     device: torch.device | str = "cpu"
 
 
@@ -88,26 +93,39 @@ class Clock:
         self._last = now
 
 
-@torch.inference_mode()
 def step(parts: Parts, rows: Rows, plan: StepPlan, trace: bool = False) -> StepResult:
     """Advance every row of `plan` by one target forward. No decisions about who runs."""
-    clock = Clock()
     view = rows.view(plan)
+    result = run(parts, view, trace)
+    rows.advance(view, result.path)
+    return result
+
+
+@torch.inference_mode()
+def run(parts: Parts, view: View, trace: bool = False) -> StepResult:
+    """Draft, grow, verify, accept and commit for the rows of `view`, whose state is not touched."""
+    clock, device = Clock(), parts.device
     guesses = propose(parts, view)
     clock.lap("draft")
     noise = view.noise(parts.vocab)
     tree = plant(parts, view, guesses, noise)
     clock.lap("tree")
-    slots = parts.kv.scratch(view.tables, view.lengths, tree.counts, tree.tokens.shape[1], plan.longest)
-    positions, verified = tree.positions(view.lengths), tree.verified()
-    logits, taps = parts.target.forward(tree.tokens, positions, slots, tree.ancestors(), tree.counts, verified)
+    counts, verified = tree.counts.to(device), tree.verified()
+    slots = parts.kv.scratch(view.tables, view.lengths, counts, tree.tokens.shape[1], view.plan.longest)
+    # A nearly finished row may draft beyond the last position; nothing there can be committed.
+    positions = tree.positions(view.lengths).clamp_(max=parts.positions - 1)
+    at = (verified[0].to(device), verified[1].to(device))
+    logits, taps = parts.target.forward(
+        tree.tokens.to(device), positions, slots, tree.ancestors().to(device), counts, at
+    )
     clock.lap("verify")
     choices, logprobs = choose(logits, *verified, tree, view.sampling, noise)
     path = accept(tree, choices, verified, logprobs)
+    if parts.auto is not None:
+        parts.auto.observe(tree, path, view.sampling.temperature)
     clock.lap("accept")
-    parts.kv.commit(slots, path.nodes, path.counts)
+    parts.kv.commit(slots, path.nodes.to(device), path.counts.to(device))
     observe(parts, view, taps, positions, path)
-    rows.advance(view, path)
     clock.lap("commit")
     gaps = _gaps(logits, verified, tree, view, noise, path) if trace else None
     return StepResult(tree, path, clock.seconds, gaps, _top(logits, view, path))
@@ -142,11 +160,14 @@ def plant(parts: Parts, view: View, guesses: Tensor | None, noise: Tensor | None
         trees.append(chain([plan.chunks[place] for place in forced]))
     if free:
         trees.append(roots(view.roots[free]))
-    if len(trees) == 1:
-        return trees[0]
-    stacked = grown + forced + free
-    order = sorted(range(len(stacked)), key=stacked.__getitem__)
-    return join(trees, order)
+    tree = trees[0]
+    if len(trees) > 1:
+        stacked = grown + forced + free
+        tree = join(trees, sorted(range(len(stacked)), key=stacked.__getitem__))
+    if guesses is not None and parts.auto is not None and any(plan.auto):
+        sizes = parts.auto.fit(tree, view.sampling.temperature)
+        tree = tree.cut(torch.where(torch.tensor(plan.auto), sizes, tree.counts - 1))
+    return tree
 
 
 def _grown(parts: Parts, view: View, guesses: Tensor, noise: Tensor | None, places: list[int]) -> Tree:
@@ -154,7 +175,8 @@ def _grown(parts: Parts, view: View, guesses: Tensor, noise: Tensor | None, plac
     shared = noise
     if noise is not None and parts.noise == "own":
         first = view.lengths + 1
-        shared = gumbel(torch.from_numpy(sampling.seed ^ _OWN_NOISE), first[:, None] + torch.arange(plan.depth), parts.vocab)
+        places_ahead = first.cpu()[:, None] + torch.arange(plan.depth)
+        shared = gumbel(torch.from_numpy(sampling.seed ^ _OWN_NOISE), places_ahead, parts.vocab)
     if noise is None or parts.noise == "none":
         shared = None
     if shared is not None and len(places) < len(plan.rows):
@@ -168,14 +190,14 @@ def observe(parts: Parts, view: View, taps: Tensor, positions: Tensor, path: Pat
     """Give the drafter the context of the accepted nodes of every row that may still draft."""
     if parts.drafter is None or parts.draft_kv is None:
         return
-    nodes, counts, ids, lengths = path.nodes, path.counts, view.ids, view.lengths
+    nodes, ids, lengths = path.nodes.to(parts.device), view.ids, view.lengths
     if view.warm is not None:
         if not len(view.warm):
             return
-        taps, positions, nodes, counts = taps[view.warm], positions[view.warm], nodes[view.warm], counts[view.warm]
+        taps, positions, nodes = taps[view.warm], positions[view.warm], nodes[view.warm]
         ids, lengths = ids[view.warm], lengths[view.warm]
     window = parts.draft_kv.rows(ids, lengths)
-    parts.drafter.observe(taps, positions, window.recent(nodes, counts), window)
+    parts.drafter.observe(taps, positions, nodes, window)
 
 
 def _top(logits: Tensor, view: View, path: Path) -> tuple[Tensor, Tensor] | None:

@@ -91,18 +91,6 @@ class DraftRows:
     lengths: Tensor
     """[R] committed tokens before the step."""
 
-    @property
-    def capacity(self) -> int:
-        """Context tokens a row can hold."""
-        return int(self.keys.shape[2])
-
-    def recent(self, path: Tensor, counts: Tensor) -> Tensor:
-        """Return `path` [R, P] cut to the newest `capacity` places of each row, so that no place is written twice."""
-        if path.shape[1] <= self.capacity:
-            return path
-        first = (counts - self.capacity).clamp(min=0).unsqueeze(-1)
-        return path.gather(1, first + torch.arange(self.capacity, device=path.device))
-
 
 class DraftStore:
     """Ring windows of the drafter's keys and values, one per persistent row."""
