@@ -1,0 +1,342 @@
+"""The one door to the engine: text or messages in, completions out. Server, commands and Python users all come here.
+
+    from draftwood.llm import LLM
+    print(LLM("nano").generate("def fibonacci(n):")[0].text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from draftwood import env
+from draftwood.config import Options, Plan
+from draftwood.devices import detect
+from draftwood.engine.loop import Engine
+from draftwood.engine.request import Output, SamplingParams, Usage
+from draftwood.engine.step import Parts
+from draftwood.errors import ConfigError, RequestError
+from draftwood.kv.store import DraftStore, LatentStore
+from draftwood.model.drafter import Drafter
+from draftwood.model.kimi import Target
+from draftwood.model.weights import dummy_drafter, dummy_target, load_drafter, load_target
+from draftwood.parallel.comm import Comm, connect
+from draftwood.parallel.layout import Layout
+from draftwood.plan import Checkpoint, decide, find
+from draftwood.spec.bigram import Bigram
+from draftwood.spec.tree import GrowOptions
+from draftwood.text.chat import ChatTemplate
+from draftwood.text.stream import TextStream
+from draftwood.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Params = SamplingParams | Mapping[str, Any] | None
+Messages = Sequence[Mapping[str, Any]]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished answer. `token_ids`, `logprobs` and `text` end together; a stop string is not part of the text."""
+
+    request_id: int
+    """The engine's name of the request in its step records."""
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: str
+    """"stop": the model's end, a stop token or a stop string; "length": max_tokens or the context."""
+    seed: int
+    steps: int
+    """Target forwards that decoded; the prompt's are not counted."""
+    accept_length: float
+    """Tokens per decoding step, the finally chosen one included."""
+    tree_budget: int | str
+    tok_s: float
+    """Tokens of the answer per second from the request's first step to its last."""
+    stage_ms: dict[str, float]
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+
+
+class LLM:
+    """A loaded model. On ranks above 0 call `follow`, on rank 0 everything else; `close`, or use it in `with`."""
+
+    def __init__(self, options: Options | str | None = None, **fields: Any) -> None:
+        """Load what `options` describe, or Options(model, **fields). Raises ConfigError, one line, before loading."""
+        if not isinstance(options, Options):
+            options = Options(**fields) if options is None else Options(model=options, **fields)
+        self.options = options
+        self.checkpoint = find(options)
+        self.tokenizer, self.template = _words(self.checkpoint)
+        comm = connect(options.tp * options.ep)
+        local = env.read_int("LOCAL_RANK")
+        device = detect(options.device, comm.world, comm.rank if local is None else local)
+        # Ranks may see different free memory; rank 0's decision is everybody's.
+        self.plan: Plan = comm.broadcast(decide(options, self.checkpoint, device))
+        self.engine = Engine(build(self.plan, self.checkpoint, comm), self.plan, self.checkpoint.config.stop_ids)
+        self._live: dict[int, _Answer] = {}
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; only 0 takes requests."""
+        return self.engine.parts.comm.rank
+
+    def follow(self) -> None:
+        """On ranks above 0: work for rank 0 until it closes."""
+        self.engine.follow()
+
+    def close(self) -> None:
+        """End the other ranks; the object is of no use afterwards."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] = None, allow_special: bool = False
+    ) -> list[Completion]:
+        """Complete one prompt or many together, each text or token ids; return completions in the same order.
+
+        `params` are for all, or one for each. With `allow_special` the names of control tokens in a text are those
+        tokens. Raises RequestError, before anything runs, when one of them cannot be served.
+        """
+        one = isinstance(prompts, str) or bool(prompts) and isinstance(prompts[0], int)
+        many: list[Any] = [prompts] if one else list(prompts)
+        each: list[Any] = [params] * len(many)
+        if isinstance(params, Sequence):
+            each = list(params)
+            if len(each) != len(many):
+                raise RequestError(f"{len(many)} prompts came with {len(each)} sampling parameters", "params")
+        return self._run([(self._encode(prompt, allow_special), p) for prompt, p in zip(many, each, strict=True)])
+
+    def chat(
+        self, messages: Messages | Sequence[Messages], params: Params = None, tools: Any = None, **template: Any
+    ) -> list[Completion]:
+        """Answer one conversation or many together; `template` goes to the chat template (thinking and the like).
+
+        Raises RequestError when a conversation cannot be rendered or served.
+        """
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        many: list[Any] = [messages] if one else list(messages)
+        return self._run([(self.chat_ids(m, tools, **template), params) for m in many])
+
+    def chat_ids(self, messages: Messages, tools: Any = None, **template: Any) -> list[int]:
+        """Return the token ids of a conversation, ready for the answer."""
+        if self.template is None:
+            raise RequestError(f"{self.plan.model_path} has no chat template; use generate with a text", "messages")
+        return self.template.encode(messages, tools, **template)
+
+    def stream(self, prompt: Prompt, params: Params = None, allow_special: bool = False) -> Iterator[str | Completion]:
+        """Yield the answer's text as it grows, then the Completion. Closing the iterator aborts the request."""
+        answer = self._start(self._encode(prompt, allow_special), params)
+        try:
+            while answer.reason is None:
+                self._advance()
+                if text := answer.take():
+                    yield text
+            yield self._finish(answer)
+        finally:
+            self._drop(answer)
+
+    def _encode(self, prompt: Prompt, allow_special: bool) -> list[int]:
+        if not isinstance(prompt, str):
+            if not isinstance(prompt, Sequence) or any(isinstance(i, bool) or not isinstance(i, int) for i in prompt):
+                raise RequestError("the prompt is neither a text nor a list of token ids", "prompt")
+            return list(prompt)
+        if self.tokenizer is None:
+            raise RequestError(f"{self.plan.model_path} has no tokenizer; give the prompt as token ids", "prompt")
+        return self.tokenizer.encode(prompt, allow_special)
+
+    def _run(self, asks: Sequence[tuple[list[int], Any]]) -> list[Completion]:
+        answers: list[_Answer] = []
+        try:
+            for ids, params in asks:
+                answers.append(self._start(ids, params))
+            while any(answer.reason is None for answer in answers):
+                self._advance()
+            return [self._finish(answer) for answer in answers]
+        finally:
+            for answer in answers:
+                self._drop(answer)
+
+    def _start(self, ids: list[int], params: Params) -> _Answer:
+        if not isinstance(params, SamplingParams):
+            params = SamplingParams() if params is None else SamplingParams.of(params)
+        params = params.seeded()
+        answer = _Answer(self.engine.add(ids, params), params, self.tokenizer)
+        self._live[answer.id] = answer
+        return answer
+
+    def _advance(self) -> None:
+        """Run one engine step and hand its outputs to the answers they belong to."""
+        for output in self.engine.step():
+            answer = self._live.get(output.request_id)
+            if answer is None:
+                continue
+            answer.add(output)
+            if answer.reason is not None:
+                self._drop(answer)
+
+    def _drop(self, answer: _Answer) -> None:
+        if self._live.pop(answer.id, None) is not None:
+            self.engine.abort(answer.id)
+
+    def _finish(self, answer: _Answer) -> Completion:
+        if answer.error is not None:
+            raise answer.error
+        usage, count = answer.usage, len(answer.token_ids)
+        asked = answer.params.tree_budget
+        budget = self.options.tree_budget if asked is None else asked
+        seconds = usage.ended - usage.started
+        return Completion(
+            request_id=answer.id,
+            text=answer.text,
+            token_ids=answer.token_ids,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=count,
+            finish_reason=answer.reason or "abort",
+            seed=answer.params.seed or 0,
+            steps=usage.steps,
+            accept_length=round(usage.accept_length, 4),
+            tree_budget=budget if self.plan.block else 0,
+            tok_s=round(count / seconds, 2) if seconds > 0 else 0.0,
+            stage_ms={stage: round(1000 * s, 3) for stage, s in usage.stage_seconds.items()},
+            logprobs=answer.logprobs if answer.params.logprobs is not None else None,
+            top_logprobs=answer.top_logprobs if answer.params.logprobs else None,
+        )
+
+
+@dataclass
+class _Answer:
+    """What has come of one request so far, as text and as tokens."""
+
+    id: int
+    params: SamplingParams
+    tokenizer: Tokenizer | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    text: str = ""
+    reason: str | None = None
+    usage: Usage = field(default_factory=Usage)
+    error: RequestError | None = None
+    _shown: int = 0
+    _stream: TextStream | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is not None:
+            self._stream = TextStream(self.tokenizer, self.params.stop, self.tokenizer.silent)
+        elif self.params.stop:
+            raise RequestError("stop needs a tokenizer, and this model has none; use stop_token_ids", "stop")
+
+    def add(self, output: Output) -> None:
+        """Take a step's tokens; a stop string ends the answer with the token that completes it."""
+        try:
+            used = self._words(output)
+        except RequestError as error:  # this answer's own fault; the others go on
+            self.error, self.reason = error, "error"
+            return
+        self.token_ids += output.token_ids[:used]
+        self.logprobs += (output.logprobs or ())[:used]
+        self.top_logprobs += [list(place) for place in (output.top_logprobs or ())[:used]]
+        self.usage = output.usage
+        if used < len(output.token_ids):
+            cut = len(output.token_ids) - used
+            self.usage.completion_tokens -= cut
+            self.usage.decoded -= cut if self.usage.steps else 0
+
+    def _words(self, output: Output) -> int:
+        """Extend the text and the reason; return how many of the tokens belong to the answer."""
+        self.reason = output.finish_reason
+        if self._stream is None:
+            return len(output.token_ids)
+        piece = self._stream.push(output.token_ids)
+        self.text += piece.text
+        stop = piece.stop
+        if self.reason is not None and stop is None:
+            last = self._stream.finish()
+            self.text += last.text
+            stop = last.stop
+        if stop is not None:
+            self.reason = "stop"
+        return piece.used
+
+    def take(self) -> str:
+        """Return the text that was not taken yet."""
+        new, self._shown = self.text[self._shown :], len(self.text)
+        return new
+
+
+def build(plan: Plan, checkpoint: Checkpoint, comm: Comm) -> Parts:
+    """Load the weights of this rank and allocate exactly what `plan` says. Raises ConfigError for a bad checkpoint."""
+    options, config, drafter_config = plan.options, checkpoint.config, checkpoint.drafter
+    layout = Layout(options.tp, options.ep, comm.rank)
+    dtype, device = DTYPES[plan.dtype], plan.device
+    dummy = options.load_format == "dummy" or checkpoint.folder is None
+    if dummy or checkpoint.folder is None:
+        weights = dummy_target(config, layout, dtype, device)
+    else:
+        weights = load_target(checkpoint.folder, config, layout, dtype, device)
+    drafts = plan.block > 0 and drafter_config is not None
+    taps = drafter_config.taps if drafts and drafter_config else ()
+    target = Target(config, weights, layout, comm, taps, dtype)
+    parts = Parts(
+        target=target,
+        kv=LatentStore(config.num_layers, plan.num_pages, plan.page_size, config.latent_width, dtype, device),
+        comm=comm,
+        vocab=config.vocab_size,
+        positions=config.max_position,
+        block=plan.block,
+        options=GrowOptions(topk_cap=options.topk_cap, spine=options.tree_spine),
+        bigram=_bigram(options, checkpoint) if drafts else None,
+        noise=options.noise,
+        device=device,
+    )
+    if drafts and drafter_config is not None:
+        if dummy or checkpoint.draft_folder is None:
+            own = dummy_drafter(drafter_config, layout, dtype, device)
+        else:
+            own = load_drafter(checkpoint.draft_folder, drafter_config, layout, dtype, device)
+        parts.drafter = Drafter(drafter_config, own, layout, comm, target.embed, target.lm_head, dtype)
+        heads = len(layout.kv_heads(drafter_config.num_heads, drafter_config.num_kv_heads))
+        parts.draft_kv = DraftStore(
+            drafter_config.num_layers, plan.max_num_seqs, plan.window, heads, drafter_config.head_dim, dtype, device
+        )
+    return parts
+
+
+def _bigram(options: Options, checkpoint: Checkpoint) -> Bigram | None:
+    """Load the previous-token table: the one beside the drafter if there is one, the named one, or none."""
+    if options.bigram == "none":
+        return None
+    if options.bigram != "auto":
+        return Bigram.load(options.bigram, checkpoint.config.vocab_size)
+    beside = Path(checkpoint.draft_folder or "") / "bigram.safetensors"
+    if checkpoint.draft_folder is None or not beside.exists():
+        return None
+    return Bigram.load(beside, checkpoint.config.vocab_size)
+
+
+def _words(checkpoint: Checkpoint) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """Load tokenizer and chat template; random weights do without the files they lack."""
+    folder = checkpoint.folder
+    if folder is None:
+        return None, None
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.vocab_size != checkpoint.config.vocab_size:
+        raise ConfigError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens but config.json says vocab_size "
+            f"{checkpoint.config.vocab_size}; use the files of one checkpoint"
+        )
+    has_template = (folder / "chat_template.jinja").exists()
+    return tokenizer, ChatTemplate.load(folder, tokenizer) if has_template else None
