@@ -1,0 +1,26 @@
+"""Commands that run a model on several ranks: who starts them, who writes."""
+
+from __future__ import annotations
+
+import argparse
+
+from draftwood import env, plan
+from draftwood.config import Options
+from draftwood.parallel import launch
+
+_ANY_MEMORY = plan.Device("cpu", "any device", 1 << 60)
+
+
+def start(args: argparse.Namespace, options: Options) -> int | None:
+    """Run the command again as the ranks that `options` ask for; return its exit code, None where this process is to
+    do the work itself. Options that no rank could accept are refused here, before any rank starts."""
+    world = options.tp * options.ep
+    if world == 1 or launch.is_rank():
+        return None
+    plan.decide(options, plan.find(options), _ANY_MEMORY, strict=False)
+    return launch.run_ranks(args.argv, world)
+
+
+def is_first() -> bool:
+    """Tell whether this process is rank 0: it reads stdin, decides, and writes the results."""
+    return env.read_int("RANK") in (None, 0)
