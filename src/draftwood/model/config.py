@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwood.errors import ConfigError
-from draftwood.model.fields import Fields, read_json
+from draftwood.model.fields import Fields, brief, read_json
 from draftwood.model.shapes import BUILTIN, K2_6, K2_6_DRAFT
 
 ARCHITECTURES = ("KimiK25ForConditionalGeneration", "DeepseekV3ForCausalLM", "KimiK2ForCausalLM")
@@ -165,7 +165,7 @@ def _refuse_recurrent(fields: Fields) -> None:
     kinds = fields.data.get("layer_types") or fields.data.get("layers_block_type") or []
     for index, kind in enumerate(kinds if isinstance(kinds, list) else []):
         if re.search(r"linear|mamba|recurrent|rwkv|ssm|kda|delta|conv", str(kind)):
-            raise fields.fail(f"layer {index} is {kind!r}; {tail}")
+            raise fields.fail(f"layer {index} is {brief(kind)}; {tail}")
     marks = ("linear_attn_config", "hybrid_override_pattern", "full_attention_interval", "attn_layer_period")
     for name, value in fields.data.items():
         marked = name in marks or re.match(r"(linear_(num|key|value|conv)|mamba|ssm|rwkv|kda)_", name)
@@ -178,13 +178,13 @@ def _refuse_recurrent(fields: Fields) -> None:
 def _check_architecture(fields: Fields) -> None:
     kind, names = fields.data.get("model_type"), fields.data.get("architectures") or []
     if not isinstance(names, list):
-        raise fields.fail(f"architectures = {names!r} is not a list")
+        raise fields.fail(f"architectures = {brief(names)} is not a list")
     name = str(names[0]) if names else None
     if name is None and kind is None:
         raise fields.fail("fields 'model_type' and 'architectures' are missing; this is not a model's config.json")
     if (name is not None and name not in ARCHITECTURES) or (kind is not None and kind not in MODEL_TYPES):
         raise fields.fail(
-            f"architecture {name} (model_type {kind}) is not supported; "
+            f"architecture {name} (model_type {brief(kind)}) is not supported; "
             "give a Kimi K2-Thinking, K2.5, K2.6 or K2.7 checkpoint"
         )
 
@@ -204,7 +204,7 @@ def _check_ignored(quant: Fields, prefix: str, first_k_dense: int) -> None:
     """Only routed experts may be quantised: everything else must be in `ignore`, no expert may be."""
     patterns = quant.data.get("ignore") or []
     if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
-        raise quant.fail(f"ignore = {patterns!r} is not a list of names")
+        raise quant.fail(f"ignore = {brief(patterns)} is not a list of names")
     layer = f"model.layers.{first_k_dense}"
     plain = [f"{layer}.self_attn.o_proj", f"{layer}.mlp.shared_experts.up_proj", "lm_head"]
     if first_k_dense:
@@ -251,7 +251,7 @@ def _check_quantisation(outer: Fields, text: Fields, prefix: str, first_k_dense:
     weights.expect("dynamic", (False,))
     for extra in ("actorder", "block_structure"):
         if weights.data.get(extra) not in (None, False):
-            raise weights.fail(f"{extra} = {weights.data[extra]!r} is not supported; weights must be in file order")
+            raise weights.fail(f"{extra} = {brief(weights.data[extra])} is not supported; weights must be in file order")
     _check_ignored(quant, prefix, first_k_dense)
     return 4
 
@@ -265,7 +265,7 @@ def _read_rope(fields: Fields, max_position: int, types: tuple[str, ...]) -> tup
     if kind == "default":
         return RopeConfig(theta, 1.0, max_position, 32.0, 1.0, 1.0, 0.0), "default", rope
     if kind not in types:
-        raise rope.fail(f"rope_type = {kind!r} is not supported; this engine runs {' or '.join(types)}")
+        raise rope.fail(f"rope_type = {brief(kind)} is not supported; this engine runs {' or '.join(types)}")
     rope.expect("truncate", (True,))
     original = rope.integer("original_max_position_embeddings")
     # Below 0 only: DeepSeek's code reads a missing mscale as 1 and a missing mscale_all_dim as 0.
@@ -321,7 +321,7 @@ def read_model_config(source: Source) -> ModelConfig:
         _check_architecture(level)
     kinds = text.data.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) != {"full_attention"}):
-        raise text.fail(f"layer_types = {kinds!r} is not supported; this engine runs full_attention layers only")
+        raise text.fail(f"layer_types = {brief(kinds)} is not supported; this engine runs full_attention layers only")
     wrapped = inner is not None
     for name, allowed, required in _FIXED:
         text.expect(name, allowed, required)
@@ -420,16 +420,16 @@ def _check_drafter_kind(fields: Fields, dflash: Fields, layers: int) -> None:
     """Refuse drafters that are not the plain DFlash network: DSpark, DFlash2, EAGLE, sliding windows, sinks."""
     names = fields.data.get("architectures") or []
     if names != ["DFlashDraftModel"]:
-        raise fields.fail(f"architectures = {names!r} is not supported; give a DFlash drafter (DFlashDraftModel)")
+        raise fields.fail(f"architectures = {brief(names)} is not supported; give a DFlash drafter (DFlashDraftModel)")
     for name, allowed, required in _DRAFTER_FIXED:
         fields.expect(name, allowed, required)
     kinds = fields.data.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers or set(kinds) != {"full_attention"}):
-        raise fields.fail(f"layer_types = {kinds!r} is not supported; this engine runs {layers} full_attention layers")
+        raise fields.fail(f"layer_types = {brief(kinds)} is not supported; this engine runs {layers} full_attention layers")
     dflash.expect("causal", (False,))
     for name, value in dflash.data.items():
         if name not in _DFLASH_KEYS and value not in (None, False):
-            raise dflash.fail(f"{name} = {value!r} is not understood; this engine runs the plain DFlash network only")
+            raise dflash.fail(f"{name} = {brief(value)} is not understood; this engine runs the plain DFlash network only")
 
 
 def read_drafter_config(source: Source, rope: str = "auto") -> DrafterConfig:
@@ -450,7 +450,7 @@ def read_drafter_config(source: Source, rope: str = "auto") -> DrafterConfig:
         raise fields.fail(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
     taps = dflash.integers("target_layer_ids")
     if len(set(taps)) != len(taps) or max(taps) >= target_layers:
-        raise dflash.fail(f"target_layer_ids = {list(taps)} must be different layers of 0..{target_layers - 1}")
+        raise dflash.fail(f"target_layer_ids = {brief(list(taps))} must be different layers of 0..{target_layers - 1}")
     max_position = fields.integer("max_position_embeddings", 2, default=262144)
     config, kind, rope_fields = _read_rope(fields, max_position, ("yarn", "deepseek_yarn"))
     known = {"hidden_size": hidden, "vocab_size": vocab, "num_target_layers": target_layers, "taps": taps}

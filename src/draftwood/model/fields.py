@@ -15,17 +15,40 @@ def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not a number")
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {brief(twice)} stands twice")
+    return found
+
+
+def parse_json(text: bytes) -> Any:
+    """Return the value of JSON text. Raises ValueError for NaN, infinities, doubled keys and what is no JSON."""
+    try:
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def brief(value: Any) -> str:
+    """Return the value's repr on one line, cut to a length that an error line bears."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`. Raises ConfigError when it cannot be read, parsed, or is not an object."""
     try:
-        data = json.loads(path.read_bytes(), parse_constant=_no_constant)
+        data = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give a checkpoint folder that has it") from None
     except NotADirectoryError:
         raise ConfigError(f"{path.parent} is not a folder; give a checkpoint folder") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not JSON ({str(error).splitlines()[0]}); download it again") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds a JSON {type(data).__name__}, not an object; download it again")
@@ -40,7 +63,7 @@ class Fields:
 
     def fail(self, text: str) -> ConfigError:
         """Return the error `text` about this object."""
-        return ConfigError(f"{self.where}: {text}")
+        return ConfigError(" ".join(f"{self.where}: {text}".split()))
 
     def get(self, name: str) -> Any:
         """Return the field's value. Raises ConfigError when it is missing or null."""
@@ -57,7 +80,7 @@ class Fields:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise self.fail(f"{name} = {value!r} is not a whole number")
+            raise self.fail(f"{name} = {brief(value)} is not a whole number")
         if not low <= value <= high:
             raise self.fail(f"{name} = {value} is outside {low}..{high}")
         return value
@@ -68,7 +91,7 @@ class Fields:
             return default
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.fail(f"{name} = {value!r} is not a finite number")
+            raise self.fail(f"{name} = {brief(value)} is not a finite number")
         if value <= low:
             raise self.fail(f"{name} = {value} must be above {low:g}")
         return float(value)
@@ -79,7 +102,7 @@ class Fields:
         if value is None and not required:
             return
         if not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
-            raise self.fail(f"{name} = {value!r} is not supported; this engine runs {name} = {allowed[0]!r} only")
+            raise self.fail(f"{name} = {brief(value)} is not supported; this engine runs {name} = {allowed[0]!r} only")
 
     def object(self, name: str) -> Fields | None:
         """Return the nested object `name`, None when it is missing or null."""
@@ -87,7 +110,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            raise self.fail(f"{name} is {value!r}, not an object")
+            raise self.fail(f"{name} is {brief(value)}, not an object")
         return Fields(value, f"{self.where}: {name}")
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -95,5 +118,5 @@ class Fields:
         value = self.get(name)
         items = value if isinstance(value, list) else [value]
         if not items or any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in items):
-            raise self.fail(f"{name} = {value!r} is not a list of whole numbers")
+            raise self.fail(f"{name} = {brief(value)} is not a list of whole numbers")
         return tuple(items)

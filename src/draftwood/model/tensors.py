@@ -5,7 +5,6 @@ A source answers `read(name, rows, columns)` with just that part of a tensor, so
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 import zlib
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftwood.errors import ConfigError
-from draftwood.model.fields import Fields, read_json
+from draftwood.model.fields import Fields, parse_json, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
@@ -67,7 +66,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     if not text:
         raise ConfigError(f"{path} is truncated: {size} bytes do not hold its header; download it again")
     try:
-        header = json.loads(text)
+        header = parse_json(text)
         entries, end = _entries(header, path)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise ConfigError(f"{path} has a header that is not safetensors; download it again") from None
@@ -78,16 +77,21 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _entries(header: Mapping[str, Any], path: Path) -> tuple[dict[str, Entry], int]:
-    entries, end = {}, 0
+    entries, spans = {}, []
     for name, info in header.items():
         if name == "__metadata__":
             continue
         shape, (start, stop) = tuple(int(n) for n in info["shape"]), info["data_offsets"]
         width = BYTES.get(info["dtype"])
-        if start < 0 or stop < start or (width is not None and stop - start != width * math.prod(shape)):
+        if width is not None and stop - start != width * math.prod(shape):
             raise ValueError(name)
         entries[name] = Entry(path, str(info["dtype"]), shape)
-        end = max(end, stop)
+        spans.append((start, stop))
+    end = 0
+    for start, stop in sorted(spans):  # without holes and overlaps, as the format demands
+        if start != end or stop < start:
+            raise ValueError(start)
+        end = stop
     return entries, end
 
 
@@ -100,9 +104,13 @@ class Files:
         self.entries: dict[str, Entry] = {}
         self._open: dict[Path, Any] = {}
         index = self.folder / INDEX
-        if index.exists():
+        try:
+            sharded, single = index.exists(), (self.folder / SINGLE).exists()
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be read ({error.strerror}); check its permissions") from None
+        if sharded:
             self._read_index(index)
-        elif (self.folder / SINGLE).exists():
+        elif single:
             self.entries = read_header(self.folder / SINGLE)
         else:
             raise ConfigError(f"{self.folder} holds neither {INDEX} nor {SINGLE}; give a folder with weights")
@@ -158,7 +166,10 @@ class Files:
         entry = self.entries[name]
         handle = self._open.get(entry.file)
         if handle is None:
-            handle = self._open[entry.file] = safe_open(str(entry.file), framework="pt", device="cpu")
+            try:
+                handle = self._open[entry.file] = safe_open(str(entry.file), framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{entry.file} cannot be opened ({error}); download it again") from None
         part: Tensor
         r = slice(None) if rows is None else slice(rows.start, rows.stop)
         if columns is not None:
