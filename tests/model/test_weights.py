@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftwood.errors import ConfigError
+from draftwood.model import costs
 from draftwood.model.int4 import unpack_int4
-from draftwood.model.tensors import PACKED, SCALE, SHAPE, Random
+from draftwood.model.tensors import PACKED, SCALE, SHAPE, Files, Random
 from draftwood.model.weights import (
     dummy_drafter,
     dummy_target,
@@ -309,3 +310,20 @@ def test_dummy_layers_keep_the_size_of_their_input():
     drafter = dummy_drafter(TINY_DRAFT, Layout(), torch.float32, "cpu")
     assert 0.8 < drafter.fc.square().sum(-1).mean().sqrt() < 1.25
     assert {f.name for f in fields(drafter)} == {"fc", "hidden_norm", "norm", "layers"}
+
+
+def test_reading_holds_little_more_than_what_stays(folder, monkeypatch):
+    """The parts in flight are at most `peak_load_bytes` beside the weights: counted over every read of a layer."""
+    layout, parts = Layout(2, 1, 0), []
+    real = Files.read
+
+    def counted(self, name, rows=None, columns=None):
+        part = real(self, name, rows, columns)
+        if ".layers." in name:
+            parts.append(part.numel() * 2)
+        return part
+
+    monkeypatch.setattr(Files, "read", counted)
+    load(folder, layout)
+    stays = costs.total(costs.weight_bytes(TINY, layout, 4))
+    assert max(parts) <= costs.peak_load_bytes(TINY, layout, 4) - stays

@@ -112,9 +112,19 @@ def drafter_weight_bytes(drafter: DrafterConfig, layout: Layout | None = None, i
 
 
 def peak_load_bytes(config: ModelConfig, layout: Layout | None = None, itemsize: int = 2) -> int:
-    """Most bytes that one rank holds while its target is read: its weights and the largest part read before its cast."""
-    # The embedding is the largest matrix that one read brings in, in the file's bfloat16.
-    return total(weight_bytes(config, layout, itemsize)) + config.vocab_size * config.hidden_size * 2
+    """Most bytes that one rank holds while its target is read: all its weights and the largest part of a layer twice.
+
+    The second time is the part as the file has it (bfloat16), before it is cast. The embedding is read before the
+    layers, when its second copy does not matter.
+    """
+    layout = layout or Layout()
+    heads, hidden = len(layout.heads(config.num_heads)), config.hidden_size
+    largest = max(
+        hidden * len(layout.columns(config.intermediate_size)),
+        hidden * max(config.q_lora_rank, config.num_experts, heads * config.v_head_dim),
+        heads * config.qk_head_dim * config.q_lora_rank,
+    )
+    return total(weight_bytes(config, layout, itemsize)) + 2 * largest
 
 
 # ------------------------------------------------------------------------------------------------------ bytes of a step

@@ -206,7 +206,7 @@ class Random:
             full = torch.ones(shape, device=self.device)
         else:
             scale = 0.02 if len(shape) == 1 or "embed" in name else inputs**-0.5
-            full = torch.randn(shape, device=self.device, generator=generator) * scale
+            full = torch.randn(shape, device=self.device, generator=generator).mul_(scale)
         if rows is not None:
             full = full[rows.start : rows.stop]
         return full if columns is None else full[:, columns.start : columns.stop]

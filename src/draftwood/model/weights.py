@@ -271,18 +271,18 @@ class _Reader:
         )
 
     def target(self, prefix: str, config: ModelConfig) -> TargetWeights:
-        """Return the whole target, layer by layer, with a progress bar when it takes long."""
+        """Return the whole target, layer by layer, with a progress bar when it takes long.
+
+        The large matrices come first, while the memory is still empty, so that reading costs little beyond what stays.
+        """
+        embed = self.get(f"{prefix}model.embed_tokens.weight")
+        lm_head = self.get(f"{prefix}lm_head.weight", self.layout.vocab(config.vocab_size))
         bar = tqdm(
             range(config.num_layers), "weights", unit="layer", file=sys.stderr, leave=False,
             delay=PROGRESS_AFTER, disable=self.layout.rank > 0,
         )  # fmt: skip
         layers = [self.layer(f"{prefix}model.layers.{index}", index, config) for index in bar]
-        return TargetWeights(
-            embed=self.get(f"{prefix}model.embed_tokens.weight"),
-            lm_head=self.get(f"{prefix}lm_head.weight", self.layout.vocab(config.vocab_size)),
-            norm=self.get(f"{prefix}model.norm.weight"),
-            layers=layers,
-        )
+        return TargetWeights(embed, lm_head, self.get(f"{prefix}model.norm.weight"), layers)
 
     def drafter_layer(self, name: str, config: DrafterConfig) -> DrafterLayerWeights:
         """Return one layer of the drafter."""
