@@ -24,7 +24,7 @@ from draftwood.spec.tree import Tree
 
 FIRST_BUDGET = 16
 """Nodes to grow before anything is known."""
-SHORTEST_PAUSE, LONGEST_PAUSE = 8, 256
+SHORTEST_PAUSE, LONGEST_PAUSE = 8, 64
 """Plain steps between two tries of drafting that did not pay."""
 
 
@@ -100,7 +100,7 @@ class Calibration:
 
     EDGES = np.array([-8.0, -6.0, -5.0, -4.0, -3.0, -2.5, -2.0, -1.5, -1.0, -0.7, -0.4, -0.2, -0.1, -0.05])
     WARM = 0.8
-    PRIOR, MEMORY = 4.0, 256.0
+    PRIOR, MEMORY = 4.0, 64.0
 
     def __init__(self) -> None:
         shape = (3, len(self.EDGES) + 1)
@@ -181,7 +181,7 @@ class _Load:
 class AutoSize:
     """The `auto` tree budget: before a step `budget` says how much to draft, after growth `fit` cuts, and after the
     step `observe` learns. The best trees cannot be worse than plain decoding if the cost table is right: where
-    drafting does not pay it is tried once in every 8 to 256 steps, ever more rarely."""
+    drafting does not pay it is tried once in every 8 to 64 steps, ever more rarely."""
 
     costs: CostTable
     max_budget: int = MAX_BUDGET

@@ -34,7 +34,8 @@ from draftwood.spec.rank import host, top
 
 CAP_STEPS = ((8, 4), (16, 8), (MAX_BUDGET, 16))
 """(nodes, cap): the first 8 nodes of a tree take children of rank < 4, the next 8 of rank < 8, the rest of rank < 16.
-Siblings refused by a lower cap come back when the cap rises, so trees stay nested across budgets."""
+Siblings refused by a lower cap come back when the cap rises, which it also does when nothing else is left to take. So
+trees stay nested across budgets."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +191,9 @@ class GrowOptions:
     candidates: int = 64
     calibration: NDArray[np.float32] | None = None
 
-    def rank_cap(self, nodes: int) -> int:
-        """Most children of a node in a tree that holds `nodes` nodes beyond the root and is about to take one more."""
-        if self.topk_cap is not None:
-            return self.topk_cap
-        return next((cap for most, cap in CAP_STEPS if nodes < most), CAP_STEPS[-1][1])
+    def caps(self) -> tuple[tuple[int, int], ...]:
+        """Return (nodes, cap) steps: nodes up to `nodes` take children of rank < cap."""
+        return CAP_STEPS if self.topk_cap is None else ((MAX_BUDGET, self.topk_cap),)
 
 
 Children = tuple[list[int], list[float]]
@@ -224,13 +223,14 @@ def grow(
     active = [r for r, b in enumerate(sizes) if b > 0]
     if not active or logits.shape[1] == 0:
         return _pack(rows, False)
-    width = max(options.rank_cap(max(sizes) - 1), options.candidates if bigram is not None else 1)
+    most = options.caps()[-1][1]
+    width = min(most, max(sizes)) if bigram is None else options.candidates
     ids, scores, raw = _marginals(logits, active, heat, noise, options.beta, width)
     for i, r in enumerate(active):
         if bigram is None:
             lists: _Marginal = _Marginal(ids[i], scores[i])
         else:
-            lists = _Conditional(ids[i], scores[i], raw[i], bigram, options.alpha / (heat[r] if heat[r] > COLD else 1.0))
+            lists = _Conditional(ids[i], scores[i], raw[i], bigram, options.alpha / (heat[r] if heat[r] > COLD else 1.0), most)
         rows[r] = _grow_row(lists, first[r], sizes[r], options)
     return _pack(rows, False)
 
@@ -241,12 +241,13 @@ def _marginals(
     """Return the `width` best tokens per row and depth: ids, log-probabilities s, and z up to a constant per depth that
     cancels in s; each [A, D, width]. Padding: id -1, both values -inf."""
     depth, vocab = logits.shape[1], logits.shape[2]
-    z = _heated(host(logits.float()), active, heat, noise, beta)
+    z = host(logits.float())
     peak = z.max(-1)
-    if not np.isfinite(peak).all():
+    if not ((peak > -1e30) & (peak < 1e30)).all():  # false for NaN too
         z = np.where(np.isnan(z), np.float32(-np.inf), np.minimum(z, np.float32(1e30)))
-        peak = z.max(-1)
-        peak[peak == -np.inf] = 0.0
+    z = _heated(z, active, heat, noise, beta)
+    peak = z.max(-1)
+    peak[peak == -np.inf] = 0.0
     with np.errstate(divide="ignore"):  # nothing but -inf: log 0 = -inf, and its values stay -inf below
         norm = peak + np.log(np.exp(z - peak[..., None]).sum(-1))
     ids, best = top(z.reshape(-1, vocab), width)
@@ -264,7 +265,8 @@ def _heated(
     if not hot:
         return z if every else z[active]
     source = [active[i] for i in hot]
-    part = (z if len(hot) == len(z) else z[source]) / np.array([heat[r] for r in source], np.float32)[:, None, None]
+    with np.errstate(over="ignore"):  # hostile logits near -3e38 become -inf
+        part = (z if len(hot) == len(z) else z[source]) / np.array([heat[r] for r in source], np.float32)[:, None, None]
     if noise is not None:
         shared = host(noise[:, : z.shape[1]])
         shared = shared if len(hot) == len(shared) else shared[source]
@@ -293,13 +295,19 @@ class _Conditional(_Marginal):
     """Children lists of one row re-ranked by the parent's token; each (depth, token) is computed once, when asked for."""
 
     def __init__(
-        self, ids: NDArray[np.int64], scores: NDArray[np.float32], raw: NDArray[np.float32], bigram: Bigram, weight: float
+        self,
+        ids: NDArray[np.int64],
+        scores: NDArray[np.float32],
+        raw: NDArray[np.float32],
+        bigram: Bigram,
+        weight: float,
+        most: int,
     ) -> None:
         super().__init__(ids[:1], scores[:1])
         self.depth = len(ids)
         order = np.argsort(ids, axis=1)  # ascending ids: a stable sort then gives ties to the lowest
         self.ids, self.raw = np.take_along_axis(ids, order, 1), np.take_along_axis(raw, order, 1)
-        self.bigram, self.weight = bigram, np.float32(weight)
+        self.bigram, self.weight, self.most = bigram, np.float32(weight), most
         self.known: dict[tuple[int, int], Children] = {}
 
     def children(self, depth: int, token: int) -> Children:
@@ -310,7 +318,7 @@ class _Conditional(_Marginal):
         if found is None:
             ids = self.ids[depth]
             score = self.bigram.scores(token, ids) * self.weight + self.raw[depth]
-            order = (-score).argsort(kind="stable")[: CAP_STEPS[-1][1]]
+            order = (-score).argsort(kind="stable")[: self.most]
             peak = score[order[0]]
             if peak == -np.inf:
                 found = ([], [])
@@ -329,13 +337,15 @@ def _grow_row(
     heap: list[tuple[float, int, int, int, int, float, bool, Children, float]] = []
     refused: list[tuple[int, int, float, bool, Children]] = []
     serial = 0
+    steps = iter(options.caps())
+    until, cap = next(steps)
 
     def push(parent: int, rank: int, base: float, spine: bool, kids: Children) -> None:
         """Offer child `rank` of node `parent`, whose cumulative score is `base` and which is on the top-1 chain or not."""
         nonlocal serial
         if rank >= len(kids[0]) or kids[1][rank] == -np.inf:
             return
-        if rank >= options.rank_cap(len(tokens) - 1):
+        if rank >= cap:
             refused.append((parent, rank, base, spine, kids))
             return
         total = base + kids[1][rank] + _correction(options, depths[parent], rank, spine)
@@ -346,11 +356,15 @@ def _grow_row(
 
     push(0, 0, 0.0, True, lists.children(0, root))
     while len(tokens) <= budget:
+        while (not heap or len(tokens) > until) and (step := next(steps, None)):
+            until, cap = step
+            again, refused = refused, []
+            for one in again:
+                push(*one)
         if not heap:
             break
         _, token, _, parent, rank, base, spine, kids, total = heapq.heappop(heap)
         node, depth = len(tokens), depths[parent] + 1
-        cap = options.rank_cap(node - 1)
         tokens.append(token)
         parents.append(parent)
         depths.append(depth)
@@ -360,10 +374,6 @@ def _grow_row(
         push(parent, rank + 1, base, spine, kids)
         if depth < lists.depth:
             push(node, 0, total, spine and rank == 0, lists.children(depth, token))
-        if refused and options.rank_cap(node) > cap:
-            again, refused = refused, []
-            for one in again:
-                push(*one)
     return tokens, parents, depths, logprob
 
 
