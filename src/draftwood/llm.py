@@ -148,14 +148,14 @@ class LLM:
         finally:
             self._drop(answer)
 
-    def _encode(self, prompt: Prompt, allow_special: bool) -> list[int]:
-        if not isinstance(prompt, str):
-            if not isinstance(prompt, Sequence) or any(isinstance(i, bool) or not isinstance(i, int) for i in prompt):
-                raise RequestError("the prompt is neither a text nor a list of token ids", "prompt")
-            return list(prompt)
-        if self.tokenizer is None:
-            raise RequestError(f"{self.plan.model_path} has no tokenizer; give the prompt as token ids", "prompt")
-        return self.tokenizer.encode(prompt, allow_special)
+    def _encode(self, prompt: Any, allow_special: bool) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(f"{self.plan.model_path} has no tokenizer; give the prompt as token ids", "prompt")
+            return self.tokenizer.encode(prompt, allow_special)
+        if not isinstance(prompt, Sequence) or any(isinstance(i, bool) or not isinstance(i, int) for i in prompt):
+            raise RequestError("the prompt is neither a text nor a list of token ids", "prompt")
+        return list(prompt)
 
     def _run(self, asks: Sequence[tuple[list[int], Any]]) -> list[Completion]:
         answers: list[_Answer] = []

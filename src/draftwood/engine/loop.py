@@ -6,15 +6,19 @@ finished row committed beyond that is never seen.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from draftwood.config import Plan
+from draftwood.engine.probe import Probe, Timing, measure
 from draftwood.engine.request import Output, Request, SamplingParams, Usage
 from draftwood.engine.rows import Rows
 from draftwood.engine.scheduler import Scheduler, Sequence, StepPlan
 from draftwood.engine.step import Parts, StepResult, step
+from draftwood.spec.policy import AutoSize, CostTable
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Engine:
         self.stop_ids = frozenset(stop_ids)
         self.scheduler = Scheduler(plan, parts.vocab)
         self.rows = Rows(plan.max_num_seqs, self.scheduler.table_width, parts.kv.sink, parts.vocab, parts.device)
+        self.timing = Timing(plan.max_num_seqs, plan.max_budget, plan.block)
         self.usage: dict[int, Usage] = {}
         self.records: list[StepRecord] | None = None
         """Set to a list to collect a record of each step."""
@@ -84,19 +89,44 @@ class Engine:
         plan = self.scheduler.next_step()
         if plan is None:
             return []
+        if any(plan.auto):
+            plan = self._sized(plan)
         began = time.monotonic()
         sequences = self.scheduler.sequences(plan)
-        plan = self.parts.comm.broadcast(plan)
-        result = step(self.parts, self.rows, plan, trace=self.records is not None)
+        result = self._obey(self.parts.comm.broadcast(plan))
+        assert isinstance(result, StepResult)
         return self._read(plan, sequences, result, began)
+
+    def _sized(self, plan: StepPlan) -> StepPlan:
+        """Set how much the rows on `auto` draft in this step; 0 where trees do not pay at this load."""
+        rows = len(plan.rows)
+        if self.timing.missing(rows):
+            costs = self.timing.learn(rows, plan.longest, lambda probe: self._obey(self.parts.comm.broadcast(probe)))
+            self._obey(self.parts.comm.broadcast(costs))
+        assert self.parts.auto is not None
+        most = self.parts.auto.budget(rows)
+        budgets = tuple(min(b, most) if auto else b for b, auto in zip(plan.budgets, plan.auto, strict=True))
+        auto = tuple(auto and most > 0 for auto in plan.auto)
+        return dataclasses.replace(plan, budgets=budgets, auto=auto, depth=plan.depth if any(budgets) else 0)
+
+    def _obey(self, order: StepPlan | Probe | CostTable) -> Any:
+        """Do what rank 0 has broadcast; the same on every rank."""
+        if isinstance(order, StepPlan):
+            return step(self.parts, self.rows, order, trace=self.records is not None)
+        if isinstance(order, Probe):
+            return measure(self.parts, order)
+        if self.parts.auto is None:
+            self.parts.auto = AutoSize(order, self.plan.max_budget)
+        self.parts.auto.costs = order
+        return None
 
     def follow(self) -> None:
         """On ranks above 0: run every step that rank 0 decides, until it closes."""
         while True:
-            plan: StepPlan | None = self.parts.comm.broadcast(None)
-            if plan is None:
+            order: StepPlan | Probe | CostTable | None = self.parts.comm.broadcast(None)
+            if order is None:
                 return
-            step(self.parts, self.rows, plan)
+            self._obey(order)
 
     def close(self) -> None:
         """End the followers. The engine is of no use afterwards."""

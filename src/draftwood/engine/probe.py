@@ -1,0 +1,106 @@
+"""How long steps take, measured with real forwards that leave no trace, for the `auto` tree budget.
+
+A load (number of rows) is measured when it first occurs. Probes read and write the sink page only, so they can run
+between the steps of live requests; rank 0 decides them and all ranks run them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from draftwood.engine.request import SamplingParams
+from draftwood.engine.rows import View
+from draftwood.engine.scheduler import StepPlan
+from draftwood.engine.step import Parts, run
+from draftwood.spec.policy import CostTable
+from draftwood.spec.sampling import Sampling
+
+NODES = (2, 3, 5, 9, 17, 33, 65)
+"""Nodes of a row, the root included, at which a drafted step is timed."""
+REPEATS = 3
+"""Of which the fastest counts; the first warms up."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A step of `rows` equal rows after `context` tokens: `nodes` of them each, drafted, or the root alone."""
+
+    rows: int
+    nodes: int
+    depth: int
+    """Of the tree; 0 does not draft."""
+    context: int
+
+
+def measure(parts: Parts, probe: Probe) -> float:
+    """Return the seconds of the fastest of a few such steps. Rows' state, pages and windows stay as they are."""
+    view = _view(parts, probe)
+    alone = dataclasses.replace(parts, auto=None)
+    return min(sum(run(alone, view).seconds.values()) for _ in range(REPEATS))
+
+
+def _view(parts: Parts, probe: Probe) -> View:
+    rows, device = probe.rows, parts.device
+    context = min(probe.context, parts.positions - 1)
+    pages = -(-(context + probe.nodes) // parts.kv.page_size)
+    plan = StepPlan(
+        starts=(),
+        rows=tuple(range(rows)),
+        chunks=((),) * rows,
+        emits=(True,) * rows,
+        budgets=(probe.nodes - 1,) * rows,
+        auto=(False,) * rows,
+        depth=probe.depth,
+        longest=context,
+    )
+    return View(
+        plan=plan,
+        ids=torch.arange(rows, device=device),
+        lengths=torch.full((rows,), context, device=device),
+        roots=torch.zeros(rows, dtype=torch.long, device=device),
+        tables=torch.full((rows, pages), parts.kv.sink, device=device),
+        sampling=Sampling.build([SamplingParams()] * rows, [0] * rows),
+        warm=torch.empty(0, dtype=torch.long),  # nothing is observed
+        logprobs=0,
+    )
+
+
+class Timing:
+    """Which loads were measured. Loads are rounded up to a power of two, at most `max_rows`."""
+
+    def __init__(self, max_rows: int, max_budget: int, block: int) -> None:
+        self._max_rows, self._block = max_rows, block
+        self._nodes = tuple(n for n in NODES if n <= max_budget + 1) or (2,)
+        self._known: dict[int, tuple[float, list[float]]] = {}
+
+    def _bucket(self, rows: int) -> int:
+        return min(1 << max(rows - 1, 0).bit_length(), self._max_rows)
+
+    def missing(self, rows: int) -> bool:
+        """True when a load like `rows` rows was never measured."""
+        return self._bucket(rows) not in self._known
+
+    def learn(self, rows: int, context: int, time: Callable[[Probe], float]) -> CostTable:
+        """Measure the load of `rows` rows by `time` and return the table of all known loads.
+
+        Sizes that take longer than any tree could repay are extrapolated instead.
+        """
+        bucket = self._bucket(rows)
+        plain = time(Probe(bucket, 1, 0, context))
+        drafted: list[float] = []
+        for nodes in self._nodes:
+            if len(drafted) >= 2 and drafted[-1] > plain * self._block:
+                a, b = self._nodes[len(drafted) - 2], self._nodes[len(drafted) - 1]
+                slope = max(drafted[-1] - drafted[-2], 0.0) / (b - a)
+                drafted.append(drafted[-1] + slope * (nodes - b))
+            else:
+                drafted.append(time(Probe(bucket, nodes, self._block - 1, context)))
+        self._known[bucket] = (plain, drafted)
+        loads = sorted(self._known)
+        return CostTable.of(
+            loads, self._nodes, [self._known[n][1] for n in loads], [self._known[n][0] for n in loads]
+        )
