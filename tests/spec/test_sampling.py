@@ -183,6 +183,18 @@ def test_noise_of_a_mixed_batch_is_that_of_each_row_alone():
     assert torch.equal(noise[1:], gumbel(torch.tensor([-1, 3]), torch.tensor([[5, 6, 7], [6, 7, 8]]), 10))
 
 
+def test_noise_of_one_step_after_another_is_the_same_as_computed_alone():
+    """Kept noise of positions that were drafted but not accepted: any jump, forth or back, gives the same bits."""
+    sampling = Sampling.build([Params(1.0), Params(0.0), Params(0.7)], [5, 6, 7])
+    for first in ([10, 3, 40], [11, 3, 44], [14, 3, 45], [14, 3, 45], [30, 4, 44], [2, 5, 52]):
+        for count in (5, 3, 8):
+            noise = sampling.noise(torch.tensor(first), count, 21)
+            assert noise is not None and not noise[1].any()
+            for r, seed in ((0, 5), (2, 7)):
+                alone = gumbel(torch.tensor([seed]), first[r] + torch.arange(count)[None], 21)[0]
+                assert torch.equal(noise[r], alone)
+
+
 def test_filters_do_not_depend_on_the_rows_around():
     g = torch.Generator().manual_seed(3)
     params = [Params(0.8, top_p=0.9), Params(0.0), Params(1.0, top_k=5), Params(1.0, min_p=0.1, logit_bias={1: 3.0}), Params(1.2)]

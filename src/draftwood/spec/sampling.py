@@ -19,7 +19,7 @@ Off: bias none, presence and frequency 0, repetition 1, min-p 0, top-k 0 or less
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -95,6 +95,8 @@ class Sampling:
     repetition: NDArray[np.float32]
     bias: tuple[tuple[NDArray[np.int64], NDArray[np.float32]] | None, ...]
     history: tuple[History | None, ...]
+    _recent: dict[int, tuple[int, NDArray[np.float32]]] = field(default_factory=dict, repr=False, compare=False)
+    """By row: first position and noise [count, V] of the last step. Positions it did not accept come up again."""
 
     @staticmethod
     def build(
@@ -146,15 +148,29 @@ class Sampling:
         depth d for `grow` and index d that of the choice at it for `choose`; count = depth of the trees + 1.
         Forced rows: first = length + number of nodes, the position of their one choice. Greedy rows hold zeros.
         """
-        rows = np.flatnonzero(self.sampled)
-        if not len(rows):
+        if not self.sampled.any():
             return None
-        positions = first.cpu()[:, None] + torch.arange(count)
-        if len(rows) == len(self.seed):
-            return gumbel(torch.from_numpy(self.seed), positions, vocab)
-        out = torch.zeros(len(self.seed), count, vocab)
-        out[rows] = gumbel(torch.from_numpy(self.seed[rows]), positions[rows], vocab)
-        return out
+        starts = first.cpu().tolist()
+        out = np.zeros((len(starts), count, vocab), np.float32)
+        missing = []
+        for r in np.flatnonzero(self.sampled).tolist():
+            done = self._copy_recent(r, starts[r], out[r])
+            missing += [(r, j) for j in range(done, count)]
+            self._recent[r] = (starts[r], out[r])
+        if missing:
+            row, place = np.array(missing).T
+            positions = torch.from_numpy(np.array(starts)[row] + place)[:, None]
+            out[row, place] = gumbel(torch.from_numpy(self.seed[row]), positions, vocab).numpy()[:, 0]
+        return torch.from_numpy(out)
+
+    def _copy_recent(self, r: int, start: int, out: NDArray[np.float32]) -> int:
+        """Fill the head of out [count, V] with what the last step computed beyond its accepted path; return how many."""
+        before, values = self._recent.get(r, (start, out[:0]))
+        if start < before or values.shape[1] != out.shape[1]:
+            return 0
+        known = values[start - before : start - before + len(out)]
+        out[: len(known)] = known
+        return len(known)
 
 
 def choose(
