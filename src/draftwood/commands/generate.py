@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from draftwood.llm import LLM, Completion
 
 OPTIONAL = ("logprobs", "top_logprobs")
+ENDINGS = {"stop": "stopped by itself", "length": "cut at the length limit"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,8 +100,8 @@ def summary(completion: Completion) -> str:
     """Return what the answer cost, on one line."""
     c = completion
     return (
-        f"accept length {c.accept_length:.2f}, {c.completion_tokens} tokens in {c.steps} steps, {c.tok_s:.1f} tok/s, "
-        f"tree budget {c.tree_budget}, seed {c.seed}, finish: {c.finish_reason}"
+        f"accept length {c.accept_length:.2f}, {c.completion_tokens} tokens in {c.steps} steps, {c.tok_s:.1f} tok/s "
+        f"(tree budget {c.tree_budget}, seed {c.seed}, {ENDINGS.get(c.finish_reason, c.finish_reason)})"
     )
 
 
