@@ -85,7 +85,7 @@ class Writer:
         self.kind.index_copy_(1, position + 1, kind[:, None])
 
         closed = (token == self.shape.im_end) | (token == self.shape.eos)
-        self.used.copy_(torch.where(forced, 0, self.used + 1))
+        self.used.copy_((self.used + 1) * ~forced)
         self.run.copy_((self.run + 1) * (token[:, None] == self.recent) * (~forced)[:, None])
         self.recent.copy_(torch.cat([token[:, None], self.recent[:, :-1]], 1))
         loops = (self.run >= self.enough).any(1)

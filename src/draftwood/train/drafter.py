@@ -114,8 +114,7 @@ def targets(pool: Pool, d: Draw) -> tuple[Tensor, Tensor, Tensor]:
     rows = d.rows[:, None]
     kind = pool.kind[rows, at].view(len(d.rows), -1, d.width - 1)
     here = pool.kind[rows, d.anchors][..., None] // 2
-    sampled = (kind & 1).bool()
-    sharpness = torch.where(sampled, pool.sharpness[d.rows][:, None, None], 1.0)
+    sharpness = 1 + (kind & 1) * (pool.sharpness[d.rows] - 1)[:, None, None]
     weight = torch.exp(-(depth - 1).float() / DECAY[d.width]) * (kind // 2 == here)
     return pool.hidden[rows, at - 1].flatten(0, 1), sharpness.flatten(), weight.flatten()
 

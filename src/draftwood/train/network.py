@@ -67,22 +67,31 @@ def softmax_scale(shape: Shape) -> float:
     return float((shape.nope + shape.rope) ** -0.5 * mscale * mscale)
 
 
+def round_bf16(x: Tensor) -> Tensor:
+    """fp32 rounded to the nearest bf16, ties to even, by its bits.
+
+    The compiler removes a pair of casts to bf16 and back; it cannot remove this.
+    """
+    bits = x.view(torch.int32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+
+
 def int4_scale(groups: Tensor) -> Tensor:
     """Scale of each group [..., groups, 1]: largest magnitude / 7, in bf16. Codes are -7..7."""
-    return (groups.abs().amax(-1, keepdim=True) / 7).bfloat16().float().clamp_min(1e-12)
+    return round_bf16(groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12)
 
 
 def fake_int4(weight: Tensor) -> Tensor:
     """Round to INT4 group 32 in the forward pass; the gradient passes straight through."""
-    groups = weight.unflatten(-1, (-1, GROUP))
+    groups = weight.detach().unflatten(-1, (-1, GROUP))
     scale = int4_scale(groups)
     rounded = ((groups / scale).round().clamp(-7, 7) * scale).flatten(-2)
-    return weight + (rounded - weight).detach()
+    return rounded + (weight - weight.detach())
 
 
 def fake_bf16(weight: Tensor) -> Tensor:
     """Round to bf16 in the forward pass (the router is stored in bf16, computed in fp32)."""
-    return weight + (weight.bfloat16().float() - weight).detach()
+    return round_bf16(weight.detach()) + (weight - weight.detach())
 
 
 def route(x: Tensor, router: Tensor, bias: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import pickle
 import sys
 import time
 from pathlib import Path
@@ -44,8 +45,6 @@ def device_of(name: str) -> tuple[torch.device, torch.dtype]:
         raise ConfigError(f"--device {name} is not one of cpu, cuda; name one of them")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda, but no CUDA device is visible; use --device cpu")
-    if name == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = True
     return torch.device(name), torch.bfloat16 if name == "cuda" else torch.float32
 
 
@@ -139,7 +138,7 @@ class Piece:
             state = torch.load(self.path, map_location="cpu", weights_only=True)
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
-        except (RuntimeError, KeyError, ValueError, EOFError) as error:
+        except (RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(f"{self.path} does not fit this run ({reason}); start again without --resume") from None
         facts = state["piece"]

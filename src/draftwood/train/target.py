@@ -130,7 +130,7 @@ def finish(net: TargetNet, run_: Piece, args: argparse.Namespace, device: torch.
         "steps": run_.step, "tokens": run_.step * args.rows * args.length, "trained_seconds": round(run_.trained, 1),
         "progress": round(run_.progress, 4), "train_loss": round(run_.recent_loss(), 4), "checkpoint_bytes": size,
         **{f"{k}_nats": v for k, v in losses.items()}, "history": run_.history[:: max(1, len(run_.history) // 60)],
-        "data": {k: meta[k] for k in ("tokens", "chars_per_token") if k in meta},
+        "data": {k: meta[k] for k in ("corpus", "pairs", "held", "held_pairs") if k in meta},
     }  # fmt: skip
     export.write_json(args.out / "training.log.json", facts)
     return facts
