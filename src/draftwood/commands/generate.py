@@ -69,7 +69,7 @@ def _generate(llm: LLM, prompts: list[str], params: SamplingParams, args: argpar
             _write_line(completion.text)
             console.say(f"prompt {number}: {summary(completion)}")
     if args.show_tree:
-        for drawing in _drawings(llm, len(prompts)):
+        for drawing in _drawings(llm, completions):
             console.say(drawing)
 
 
@@ -93,7 +93,7 @@ def _write_line(text: str) -> None:
 def record(completion: Completion) -> dict[str, Any]:
     """Return the completion as an object for JSON; log-probabilities only where asked for."""
     fields = dataclasses.asdict(completion)
-    return {k: v for k, v in fields.items() if v is not None or k not in OPTIONAL}
+    return {k: v for k, v in fields.items() if k != "request_id" and (v is not None or k not in OPTIONAL)}
 
 
 def summary(completion: Completion) -> str:
@@ -105,23 +105,22 @@ def summary(completion: Completion) -> str:
     )
 
 
-def _drawings(llm: LLM, prompts: int) -> list[str]:
+def _drawings(llm: LLM, completions: list[Completion]) -> list[str]:
     """Draw the steps that decoded, in order; the tokens of the prompt itself make no tree."""
     tokenizer = llm.tokenizer
 
     def text_of(token: int) -> str:
         return tokenizer.decode([token]) if tokenizer else str(token)
 
-    numbers: dict[int, int] = {}
-    steps: dict[int, int] = {}
+    numbers = {completion.request_id: number for number, completion in enumerate(completions, 1)}
+    steps = dict.fromkeys(numbers, 0)
     drawn = []
     for step in llm.engine.records or []:
         for row in step.rows:
-            number = numbers.setdefault(row.request_id, len(numbers) + 1)
-            if row.forced or not row.committed:
+            if row.forced or row.request_id not in numbers:
                 continue
-            steps[number] = steps.get(number, 0) + 1
-            title = f"step {steps[number]}" if prompts == 1 else f"prompt {number}, step {steps[number]}"
+            steps[row.request_id] += 1
+            who = f"prompt {numbers[row.request_id]}, " if len(numbers) > 1 else ""
             tree = Drawing(row.tokens, row.parents, row.path, row.committed[-1])
-            drawn.append(draw(tree, text_of, title, lambda line: console.bold(line, sys.stderr)))
+            drawn.append(draw(tree, text_of, f"{who}step {steps[row.request_id]}", lambda line: console.bold(line, sys.stderr)))
     return drawn
