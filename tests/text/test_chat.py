@@ -185,6 +185,13 @@ def test_the_template_comes_from_its_file_or_the_tokenizer_config(tmp_path):
     assert ChatTemplate.load(tmp_path).render(user("x")) == "F"
 
 
+def test_a_checkpoint_may_have_no_template(tmp_path):
+    write(tmp_path, {})
+    assert ChatTemplate.find(tmp_path, SMALL) is None
+    write(tmp_path, {"chat_template": "A"})
+    assert ChatTemplate.find(tmp_path, SMALL).render(user("x")) == "A"
+
+
 def test_missing_or_broken_templates_are_refused_in_one_line(tmp_path):
     write(tmp_path, {})
     with pytest.raises(ConfigError, match="no chat template"):

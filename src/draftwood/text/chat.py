@@ -64,6 +64,15 @@ class ChatTemplate:
         variables = {k: _token_text(v) for k, v in config.items() if k.endswith("_token")}
         return cls(source, tokenizer or Tokenizer.load(folder), variables, name)
 
+    @classmethod
+    def find(cls, folder: str | Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """As `load`, but None where the checkpoint has no template: it can still complete text."""
+        path = Path(folder) / CONFIG_FILE
+        stated = path.exists() and read_config(path).get("chat_template") is not None
+        if not stated and not (Path(folder) / TEMPLATE_FILE).exists():
+            return None
+        return cls.load(folder, tokenizer)
+
     def render(
         self,
         messages: Sequence[Message],
