@@ -49,7 +49,11 @@ def random_drafter(shape: Shape, draft: DraftShape, seed: int = 1) -> DrafterNet
 @pytest.fixture(scope="module", params=["nano", "smoke"])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TargetNet]:
     """An exported random target and the training network it came from."""
-    shape = replace(NANO, vocab=512, layers=4, bos=480, eos=481, im_end=482, pad=511, taps=(0, 1, 2)) if request.param == "nano" else SMOKE
+    shape = (
+        replace(NANO, vocab=512, layers=4, bos=480, eos=481, im_end=482, pad=511, taps=(0, 1, 2))
+        if request.param == "nano"
+        else SMOKE
+    )
     net = random_target(shape)
     folder = tmp_path_factory.mktemp(request.param)
     export.save_target(net, folder, None)
@@ -171,7 +175,9 @@ def test_loop_start_finds_the_first_repeated_token() -> None:
 
 
 def test_the_bundled_shape_stays_below_forty_megabytes(tmp_path: Path) -> None:
-    size = export.save_target(TargetNet(NANO), tmp_path, None) + export.save_drafter(DrafterNet(NANO, NANO_DRAFT), tmp_path / "draft")
+    size = export.save_target(TargetNet(NANO), tmp_path, None) + export.save_drafter(
+        DrafterNet(NANO, NANO_DRAFT), tmp_path / "draft"
+    )
     assert size + 110_000 + 4_100 + 1_100_000 < 39_800_000  # tokenizer, previous-token table
     assert max(p.stat().st_size for p in tmp_path.glob("*.safetensors")) <= 15_900_000
 

@@ -13,7 +13,9 @@ from draftwood.train import offline
 from draftwood.train.offline import Guesses, Roots
 
 
-def grown(log_q: torch.Tensor, ids: torch.Tensor, root: int, budget: int, bigram: torch.Tensor | None, alpha: float) -> list[tuple[int, int]]:
+def grown(
+    log_q: torch.Tensor, ids: torch.Tensor, root: int, budget: int, bigram: torch.Tensor | None, alpha: float
+) -> list[tuple[int, int]]:
     """A plain best-first tree: [(parent, token)] in pop order, node 0 is the root."""
     depth, width = log_q.shape
 
@@ -67,7 +69,9 @@ def test_scores_equal_trees_that_are_grown_and_walked(seed: int, alpha: float) -
 
 
 def test_a_chain_is_the_best_token_of_each_depth() -> None:
-    log_q = torch.log_softmax(torch.randn(50, 5, 8, generator=torch.Generator().manual_seed(0)), -1).sort(-1, descending=True).values
+    log_q = (
+        torch.log_softmax(torch.randn(50, 5, 8, generator=torch.Generator().manual_seed(0)), -1).sort(-1, descending=True).values
+    )
     ids = torch.arange(8).expand(50, 5, 8).int()
     truth = torch.randint(0, 2, (50, 5), generator=torch.Generator().manual_seed(1))
     reached = offline.grow(Guesses(log_q, ids, truth, truth[:, 0]), 5, chain=True)

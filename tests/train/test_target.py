@@ -38,7 +38,25 @@ def pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     out = tmp_path_factory.mktemp("pair")
     assert target(folder, out / "m", "--total-steps", "40") == 0
     sizes = ["--rows", "40", "--length", "128", "--new", "40", "--longest-prompt", "24", "--seconds", "0.2"]
-    assert main(["train", "capture", "--smoke", "--device", "cpu", "--model", str(out / "m"), "--data", str(folder), "--out", str(out / "c"), *sizes]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "capture",
+                "--smoke",
+                "--device",
+                "cpu",
+                "--model",
+                str(out / "m"),
+                "--data",
+                str(folder),
+                "--out",
+                str(out / "c"),
+                *sizes,
+            ]
+        )
+        == 0
+    )
     return out / "m", out / "c"
 
 
@@ -85,12 +103,17 @@ def test_the_schedule_of_pieces_in_seconds_goes_on_where_it_stopped(
     assert second["steps"] > first["steps"]
 
 
-def test_the_whole_chain_trains_and_measures_a_pair(folder: Path, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_chain_trains_and_measures_a_pair(
+    folder: Path, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert drafter(folder, pair, pair[0] / "draft", "--total-steps", "8") == 0
     capsys.readouterr()
     sizes = ["--rows", "4", "--prompt", "16", "--new", "32", "--temperatures", "0,1", "--blocks", "8"]
     out = tmp_path / "e.json"
-    assert main(["train", "evaluate", "--device", "cpu", "--model", str(pair[0]), "--data", str(folder), "--out", str(out), *sizes]) == 0
+    assert (
+        main(["train", "evaluate", "--device", "cpu", "--model", str(pair[0]), "--data", str(folder), "--out", str(out), *sizes])
+        == 0
+    )
     facts = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     found = json.loads(out.read_text())
     assert facts["held"] < 5.6 and facts["held_pairs"] < 5.6  # below ln(256)

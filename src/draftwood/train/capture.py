@@ -158,7 +158,8 @@ def run(args: argparse.Namespace) -> int:
     with torch.no_grad():
         decoder.prepare()
     say(f"capture: {args.rows} rows x {args.length}, ready")
-    ids, kinds = [], []
+    ids: list[Tensor] = []
+    kinds: list[Tensor] = []
     began = time.monotonic()
     bar = tqdm(total=args.seconds, desc="capture", unit="s", disable=None, bar_format="{desc}: {n:.0f}/{total:.0f} s {postfix}")
     while not ids or time.monotonic() - began < args.seconds:

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=128, help="held-out prompts of each kind")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a text prompt, most of a request")
     parser.add_argument("--new", type=int, default=384, help="most tokens of an answer; text rows are scored on 2/3 of it")
+    parser.add_argument("--held-rows", type=int, default=256, help="windows of 1024 tokens for each held-out loss")
     parser.add_argument("--temperatures", default="0,0.6,1", help="comma-separated")
     parser.add_argument("--blocks", default="8,16", help="comma-separated, of 8 and 16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -80,7 +81,9 @@ def draw_prompts(held: Tokens, rows: int, longest: int, length: int, seed: int) 
     return out, sizes.to(device)
 
 
-def write_text(net: TargetNet, prompt: Tensor, sizes: Tensor, seeds: Tensor, temperature: float, args: argparse.Namespace, dtype: torch.dtype) -> Text:
+def write_text(
+    net: TargetNet, prompt: Tensor, sizes: Tensor, seeds: Tensor, temperature: float, args: argparse.Namespace, dtype: torch.dtype
+) -> Text:
     """Decode all rows and find where each ends and loops."""
     decoder = Decoder(net, Fixed(prompt, sizes, seeds, temperature, net.shape.vocab), dtype)
     ids = decoder.run().clone()
@@ -137,7 +140,7 @@ def study(
     """Every kind of tree of one block size at one temperature."""
     spans = [np.arange(a, b) for a, b in zip(text.first, text.stop, strict=True)]
     roots = Roots(np.repeat(np.arange(len(spans)), [len(s) for s in spans]), np.concatenate(spans))
-    noises = {"none": None} if temperature == 0 else NOISES
+    noises: dict[str, tuple[float, float] | None] = {"none": None} if temperature == 0 else NOISES
     guesses = offline.guess(net, drafter, text.ids, roots, width, temperature, seeds, noises, dtype)
     out = []
     for noise, g in guesses.items():
@@ -207,7 +210,9 @@ def run(args: argparse.Namespace) -> int:
     drafter = export.load_drafter(args.model / "draft", net.shape, device)
     blocks, temperatures = [int(b) for b in numbers("--blocks", args.blocks)], numbers("--temperatures", args.temperatures)
     if not set(blocks) <= set(range(2, drafter.draft.block + 1)) or min(temperatures) < 0:
-        raise ConfigError(f"--blocks {args.blocks} --temperatures {args.temperatures}: blocks go up to {drafter.draft.block}, temperatures from 0")
+        raise ConfigError(
+            f"--blocks {args.blocks} --temperatures {args.temperatures}: blocks go up to {drafter.draft.block}, temperatures from 0"
+        )
     held = load_tokens(args.data, net.shape, device, held=True)
     path = find_bigram(args)
     bigram = offline.dense_bigram(path, net.shape.vocab, device) if path else None
@@ -216,7 +221,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--prompt {args.prompt} + --new {args.new} exceed {net.shape.max_position} positions; lower them")
     prompt, sizes = draw_prompts(held, args.rows, args.prompt, length, args.seed)
     seeds = torch.arange(len(prompt), device=device) + 1_000_000
-    losses = held_out_losses(net, args.data, device, dtype, min(1024, net.shape.max_position // 2))
+    losses = held_out_losses(net, args.data, device, dtype, min(1024, net.shape.max_position // 2), args.held_rows)
     say(f"held-out losses {losses}")
     lines, chat = [], {}
     began = time.monotonic()

@@ -117,7 +117,7 @@ def rope_scaling(shape: Shape) -> dict[str, Any]:
 
 def target_config(shape: Shape) -> dict[str, Any]:
     """config.json of the target, with K2.6's fields."""
-    weights = {
+    weights: dict[str, Any] = {
         "actorder": None, "block_structure": None, "dynamic": False, "group_size": GROUP, "num_bits": 4,
         "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
     }  # fmt: skip

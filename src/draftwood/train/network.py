@@ -180,6 +180,7 @@ class TargetNet(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    blocks: Any  # nn.ModuleList of Block
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -260,7 +261,7 @@ class TargetNet(nn.Module):
             a = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
             x, load = self.mix(block, x, a.transpose(1, 2).flatten(0, 1))
             if count and load is not None:
-                block.load += load.detach()  # type: ignore[operator]
+                block.load += load.detach()
             if i in self.shape.taps:
                 taps.append(x.unflatten(0, (B, L)))
         return rms(x, self.norm, self.shape.eps).unflatten(0, (B, L)), taps
@@ -314,6 +315,7 @@ class DrafterNet(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    blocks: Any  # nn.ModuleList of DraftBlock
 
     def __init__(self, shape: Shape, draft: DraftShape) -> None:
         super().__init__()

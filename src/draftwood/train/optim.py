@@ -32,9 +32,7 @@ def rate(progress: float, step: int, warmup: int = 100, hold: float = 0.4, floor
 class Optimiser:
     """Muon on parameters with two or more dimensions, AdamW on vectors and on those named in `adam`."""
 
-    def __init__(
-        self, model: nn.Module, adam: tuple[str, ...], muon_lr: float, adam_lr: float, weight_decay: float = 0.05
-    ) -> None:
+    def __init__(self, model: nn.Module, adam: tuple[str, ...], muon_lr: float, adam_lr: float, weight_decay: float = 0.05) -> None:
         named = list(model.named_parameters())
         self.matrices = [p for n, p in named if p.ndim >= 2 and not any(k in n for k in adam)]
         chosen = {id(p) for p in self.matrices}
@@ -45,9 +43,7 @@ class Optimiser:
             r, c = sorted(p.shape[-2:])
             self.groups.setdefault((r, c), []).append(i)
         self.lr, self.adam_lr, self.weight_decay = muon_lr, adam_lr, weight_decay
-        self.adam = torch.optim.AdamW(
-            rest, lr=adam_lr, betas=(0.9, 0.97), eps=1e-10, weight_decay=0.0, fused=rest[0].is_cuda
-        )
+        self.adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.97), eps=1e-10, weight_decay=0.0, fused=rest[0].is_cuda)
 
     @torch.no_grad()
     def step(self, factor: float, momentum: float = 0.95) -> None:
@@ -56,8 +52,9 @@ class Optimiser:
             group["lr"] = self.adam_lr * factor
         self.adam.step()
         for (r, c), members in self.groups.items():
-            params, moments = [self.matrices[i] for i in members], [self.momentum[i] for i in members]
-            grads = [p.grad for p in params]
+            params: list[Tensor] = [self.matrices[i] for i in members]
+            moments = [self.momentum[i] for i in members]
+            grads = [p.grad for p in params if p.grad is not None]
             torch._foreach_lerp_(moments, grads, 1 - momentum)
             nesterov = torch._foreach_lerp(grads, moments, momentum)
             flat = torch.cat([(u if u.shape[-2] == r else u.mT).reshape(-1, r, c) for u in nesterov])

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from draftwood.errors import ConfigError, DraftwoodError
 
-STARTED = time.monotonic()  # of the process, for --deadline
+STARTED = time.monotonic()  # of this module, a few seconds after the process's
 SAVE_EVERY = 120.0
 LOOK_EVERY = 25  # steps between two readings of the loss (each waits for the device)
 
@@ -28,8 +28,8 @@ LOOK_EVERY = 25  # steps between two readings of the loss (each waits for the de
 def add_arguments(parser: argparse.ArgumentParser, seconds: float) -> None:
     """Options of a run in pieces."""
     parser.add_argument("--seconds", type=float, default=seconds, help="train this long in this piece (compiling excluded)")
-    parser.add_argument("--total-seconds", type=float, help="length of the whole run (default: this piece)")
-    parser.add_argument("--deadline", type=float, default=math.inf, help="stop training at this age of the process, in s")
+    parser.add_argument("--total-seconds", type=float, help="length of the whole run (default: this piece, or what was said first)")
+    parser.add_argument("--deadline", type=float, default=math.inf, help="stop training this many seconds after start-up")
     parser.add_argument("--resume", action="store_true", help="go on from OUT's saved state")
     parser.add_argument("--steps", type=int, help="stop this piece after so many steps")
     parser.add_argument("--total-steps", type=int, help="drive the schedule by steps instead of seconds")
@@ -58,7 +58,10 @@ class Piece:
 
     def __init__(self, args: argparse.Namespace, path: Path, name: str, parts: dict[str, Any], generator: torch.Generator) -> None:
         if args.seconds <= 0 or (args.total_seconds is not None and args.total_seconds < args.seconds and not args.resume):
-            raise ConfigError(f"--seconds {args.seconds} of --total-seconds {args.total_seconds}; both must be positive, the piece no longer than the whole")
+            raise ConfigError(
+                f"--seconds {args.seconds} of --total-seconds {args.total_seconds}: both must be positive, the piece no "
+                "longer than the whole; change them"
+            )
         self.args, self.path, self.parts, self.generator = args, path, parts, generator
         self.total = args.total_seconds or args.seconds
         self.step, self.trained, self.history = 0, 0.0, []  # type: ignore[var-annotated]
@@ -124,7 +127,13 @@ class Piece:
     def save(self) -> None:
         """Write the whole state, replacing the old file only when the new one is complete."""
         state = {name: part.state_dict() for name, part in self.parts.items()}
-        facts = {"step": self.step, "trained": self.trained, "history": self.history, "generator": self.generator.get_state()}
+        facts = {
+            "step": self.step,
+            "trained": self.trained,
+            "total": self.total,
+            "history": self.history,
+            "generator": self.generator.get_state(),
+        }
         temporary = self.path.with_suffix(".tmp")
         torch.save({**state, "piece": facts}, temporary)
         temporary.replace(self.path)
@@ -142,6 +151,7 @@ class Piece:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(f"{self.path} does not fit this run ({reason}); start again without --resume") from None
         facts = state["piece"]
+        self.total = self.args.total_seconds or facts["total"]
         self.step, self.trained, self.history = facts["step"], facts["trained"], list(facts["history"])
         self.first_step, self.before = self.step, self.trained
         self.generator.set_state(facts["generator"])

@@ -77,7 +77,9 @@ def held_out(net: TargetNet, stream: Tensor, starts: Tensor, length: int, dtype:
     return total / max(1, count)
 
 
-def held_out_losses(net: TargetNet, data: Path, device: torch.device, dtype: torch.dtype, length: int) -> dict[str, float]:
+def held_out_losses(
+    net: TargetNet, data: Path, device: torch.device, dtype: torch.dtype, length: int, rows: int = HELD_ROWS
+) -> dict[str, float]:
     """Held-out loss of the stored precision, nats/token: packages never trained on, and chat pairs of such packages."""
     held = load_tokens(data, net.shape, device, held=True)
     generator = torch.Generator().manual_seed(1)
@@ -86,15 +88,17 @@ def held_out_losses(net: TargetNet, data: Path, device: torch.device, dtype: tor
         width = min(length, len(stream) - 2)
         last = len(stream) - width - 1
         if starts is None:
-            chosen = torch.randint(0, last + 1, (HELD_ROWS,), generator=generator).to(device)
+            chosen = torch.randint(0, last + 1, (rows,), generator=generator).to(device)
         else:
             usable = starts[starts <= last]
-            chosen = usable[torch.randint(0, len(usable), (HELD_ROWS,), generator=generator).to(device)]
+            chosen = usable[torch.randint(0, len(usable), (rows,), generator=generator).to(device)]
         out[name] = round(held_out(net, stream, chosen, width, dtype), 4)
     return out
 
 
-def train(net: TargetNet, optimiser: Optimiser, mixture: Mixture, run_: Piece, args: argparse.Namespace, dtype: torch.dtype) -> None:
+def train(
+    net: TargetNet, optimiser: Optimiser, mixture: Mixture, run_: Piece, args: argparse.Namespace, dtype: torch.dtype
+) -> None:
     """The loop. Advances `run_` until its piece ends."""
     loss_of = cross_entropy
     if net.embed.is_cuda and not args.no_compile:
@@ -150,7 +154,10 @@ def run(args: argparse.Namespace) -> int:
     tokens: Tokens = load_tokens(args.data, shape, device, limit=args.data_tokens)
     mixture = Mixture(tokens, args.pairs_share, args.begin_share, generator)
     mixture.check(args.length * 2)
-    say(f"corpus {len(tokens.corpus):,} tokens, {len(tokens.documents):,} documents; pairs {len(tokens.pairs):,} tokens, {len(tokens.index):,} pairs")
+    say(
+        f"corpus {len(tokens.corpus):,} tokens in {len(tokens.documents):,} documents; "
+        f"pairs {len(tokens.pairs):,} tokens in {len(tokens.index):,}"
+    )
     run_ = Piece(args, args.out / "state.pt", "target", {"net": net, "optimiser": optimiser}, generator)
     train(net, optimiser, mixture, run_, args, dtype)
     run_.close()
