@@ -140,10 +140,13 @@ class LLM:
         """Yield the answer's text as it grows, then the Completion. Closing the iterator aborts the request."""
         answer = self._start(self._encode(prompt, allow_special), params)
         try:
-            while answer.reason is None:
-                self._advance()
+            while True:
                 if text := answer.take():
                     yield text
+                elif answer.reason is not None:
+                    break
+                else:
+                    self._advance()
             yield self._finish(answer)
         finally:
             self._drop(answer)

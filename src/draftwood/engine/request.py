@@ -143,10 +143,11 @@ def _is_token(value: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    """The value as a message shows it: short, on one line, safe for huge integers."""
-    if isinstance(value, int) and abs(value) > 1 << 64:
-        return f"(a number of {value.bit_length()} bits)"
-    text = repr(value)
+    """The value as a message shows it: short and on one line."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return f"({type(value).__name__} too long to show)"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -1,0 +1,87 @@
+"""`auto` changes the size of trees and never the tokens; where trees cost more than they give, it stops drafting."""
+
+import pytest
+
+from draftwood.engine import probe
+from draftwood.engine.probe import Probe, Timing
+from draftwood.engine.request import SamplingParams
+from tests.fakes import fake_engine, fake_plan, run
+
+ASKS = [([n, 2, 3], SamplingParams(max_tokens=60, temperature=n % 2, seed=n)) for n in range(1, 6)]
+
+
+def engine_with_costs(kind, seconds):
+    """An engine on `auto` whose probes say what `seconds(probe)` says."""
+    engine = fake_engine(kind, fake_plan("auto"))
+    engine.timing.learn = lambda rows, context, time: Timing.learn(engine.timing, rows, context, seconds)
+    return engine
+
+
+def flat(p: Probe) -> float:
+    return 1.0
+
+
+def steep(p: Probe) -> float:
+    return 1.0 if p.depth == 0 else 20.0 * p.nodes
+
+
+@pytest.mark.parametrize("seconds", [flat, steep])
+@pytest.mark.parametrize("kind", ["good", "random", "nan"])
+def test_tokens_are_those_of_plain_decoding(kind, seconds):
+    expected = list(run(fake_engine(None, fake_plan(0)), ASKS).values())
+    assert list(run(engine_with_costs(kind, seconds), ASKS).values()) == expected
+
+
+def test_trees_that_cost_nothing_are_used_and_trees_that_never_pay_are_not():
+    cheap, dear = engine_with_costs("good", flat), engine_with_costs("good", steep)
+    run(cheap, ASKS[1:2])
+    run(dear, ASKS[1:2])
+    assert cheap.parts.target.forwards < 20
+    assert dear.parts.drafter.proposals <= 6
+
+
+def test_a_request_may_be_auto_beside_fixed_ones():
+    asks = [(p, SamplingParams(max_tokens=20, tree_budget=b)) for b, (p, _) in zip(("auto", 0, 5, "auto"), ASKS, strict=False)]
+    expected = list(run(fake_engine(None, fake_plan(0)), asks).values())
+    assert list(run(engine_with_costs("blurred", flat), asks).values()) == expected
+
+
+def test_probes_leave_no_trace_in_pages_or_windows():
+    engine = fake_engine("good", fake_plan("auto"))
+    target = engine.parts.target
+
+    class Untaught:
+        """The fake's own checks of the cache make no sense for a probe."""
+
+        def forward(self, tokens, positions, slots, ancestors, counts, verified):
+            slots.cache[:, slots.nodes.flatten()] = 7.0
+            taps = slots.cache.new_zeros(*tokens.shape, 2)
+            return target.toy.logits(verified[1]), taps
+
+    class Guess:
+        def propose(self, roots, window, block):
+            return target.toy.logits(roots)[:, None].expand(-1, block - 1, -1).clone()
+
+    engine.parts.target, engine.parts.drafter = Untaught(), Guess()
+    kept = engine.plan.num_pages * engine.plan.page_size
+    cache, keys = engine.parts.kv.cache.clone(), engine.parts.draft_kv.keys.clone()
+    for rows, nodes, depth in ((1, 1, 0), (3, 9, 7), (8, 65, 7)):
+        assert probe.measure(engine.parts, Probe(rows, nodes, depth, 50)) > 0
+    assert bool((engine.parts.kv.cache[:, :kept] == cache[:, :kept]).all())
+    assert bool((engine.parts.draft_kv.keys == keys).all())
+
+
+def test_each_load_is_measured_once_and_sizes_beyond_any_repayment_are_not():
+    asked = []
+
+    def seconds(p):
+        asked.append(p)
+        return 1.0 if p.depth == 0 else float(p.nodes * p.rows)
+
+    timing = Timing(max_rows=6, max_budget=64, block=8)
+    assert timing.missing(3)
+    timing.learn(3, 10, seconds)
+    assert not timing.missing(4) and not timing.missing(3) and timing.missing(5) and timing.missing(2)
+    assert {p.rows for p in asked} == {4} and max(p.nodes for p in asked) < 33
+    table = timing.learn(6, 10, seconds)
+    assert table.rows == (4, 6)
