@@ -1,0 +1,197 @@
+"""The DFlash drafter: a small non-causal transformer that guesses a whole block from the target's tapped features.
+
+Published in z-lab/dflash (`dflash/model.py`). Here the features' keys and values are computed once, when their tokens
+are committed, and kept in a ring window; a proposal then only runs the block.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftwood.model.config import DrafterConfig
+from draftwood.model.layers import Dense, Linear, halves_to_pairs, linear, rms_norm, rope_table, rotate_pairs_
+from draftwood.model.weights import DrafterLayerWeights, DrafterWeights
+from draftwood.parallel.comm import Comm
+from draftwood.parallel.layout import Layout
+
+
+class DraftWindow(Protocol):
+    """The rows' context keys and values; position p lives at p % capacity. `kv.store.DraftRows` is one."""
+
+    @property
+    def keys(self) -> Tensor:
+        """[layers, rows_total, capacity, kv_heads', head_dim], normed and rotated."""
+
+    @property
+    def values(self) -> Tensor:
+        """The same shape."""
+
+    @property
+    def row_ids(self) -> Tensor:
+        """[R] which of rows_total each row is."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """[R] committed tokens before the root; the last min(length, capacity) of them are in the window."""
+
+
+class Context:
+    """What a block sees of a window: which places are real, the same for every layer."""
+
+    def __init__(self, window: DraftWindow) -> None:
+        _, _, capacity, self.kv_heads, self.head_dim = window.keys.shape
+        held = [min(n, capacity) for n in window.lengths.tolist()]
+        self.window, self.rows, self.size = window, len(held), max(held)
+        self.row = int(window.row_ids[0])
+        self.mask: Tensor | None = None
+        """[R, 1, 1, size] 0 or -inf; None when every place is real."""
+        self._places: Tensor | None = None
+        if self.rows == 1 or self.size == 0:
+            return
+        device = window.keys.device
+        place, real = torch.arange(self.size, device=device), torch.tensor(held, device=device).unsqueeze(1)
+        rows = window.row_ids.unsqueeze(1)
+        if min(held) < self.size:
+            # A place nobody wrote may hold anything, even NaN: read a written one instead and mask it.
+            valid = place < real
+            longest = int(window.row_ids[held.index(self.size)])
+            rows, place = torch.where(valid, rows, longest), torch.where(valid, place, 0)
+            self.mask = torch.zeros(self.rows, 1, 1, self.size, device=device)
+            self.mask.masked_fill_(~valid[:, None, None], -torch.inf)
+        heads = torch.arange(self.kv_heads, device=device)[:, None]
+        self._places = ((rows * capacity + place).unsqueeze(1) * self.kv_heads + heads).flatten()
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of one layer, both [R * kv_heads, size, head_dim]."""
+        return self._read(self.window.keys[index]), self._read(self.window.values[index])
+
+    def _read(self, store: Tensor) -> Tensor:
+        """store [rows_total, capacity, kv_heads, head_dim]; one row is a view, several are gathered in one copy."""
+        if self.rows == 1:
+            return store[self.row, : self.size].transpose(0, 1)
+        if self._places is None:
+            return store.new_empty(self.rows * self.kv_heads, 0, self.head_dim)
+        found = store.view(-1, self.head_dim).index_select(0, self._places)
+        return found.view(self.rows * self.kv_heads, self.size, -1)
+
+
+class DraftLayer:
+    """One layer over the block, or a rank's heads and columns of it."""
+
+    def __init__(self, weights: DrafterLayerWeights, config: DrafterConfig, comm: Comm) -> None:
+        d = self.head_dim = config.head_dim
+        self.eps, self.comm = config.rms_norm_eps, comm
+        self.q_heads, self.kv_heads = weights.q.shape[0] // d, weights.k.shape[0] // d
+        # Rows reordered so that a rotation is one complex product (`layers.halves_to_pairs`).
+        q, k = halves_to_pairs(weights.q, d), halves_to_pairs(weights.k, d)
+        self.qkv, self.o = Linear(torch.cat((q, k, weights.v))), Linear(weights.o)
+        norms = [halves_to_pairs(w, d).expand(n, d) for w, n in ((weights.q_norm, self.q_heads), (weights.k_norm, self.kv_heads))]
+        self.qk_norm = torch.cat(norms)
+        """[q_heads + kv_heads, head_dim]"""
+        self.input_norm, self.post_norm = weights.input_norm, weights.post_norm
+        self.mlp = Dense(weights.mlp)
+
+    def __call__(self, x: Tensor, turns: Tensor, context: Context, index: int) -> Tensor:
+        """x [R * B, H] residual stream of the blocks, turns [R * B, d / 2] -> [R * B, H]."""
+        x = x + self.comm.all_reduce(self._attend(rms_norm(x, self.input_norm, self.eps), turns, *context.layer(index), context))
+        return x + self.comm.all_reduce(self.mlp(rms_norm(x, self.post_norm, self.eps)))
+
+    def _attend(self, x: Tensor, turns: Tensor, past_k: Tensor, past_v: Tensor, context: Context) -> Tensor:
+        r, g, c = context.rows, self.kv_heads, context.size
+        share, b = self.q_heads // g, x.shape[0] // r
+        qk, v = self.qkv(x).view(r * b, -1, self.head_dim).split((self.q_heads + g, g), 1)
+        qk = rms_norm(qk, self.qk_norm, self.eps)
+        qk = rotate_pairs_(qk, turns.unsqueeze(1)).view(r, b, -1, self.head_dim).transpose(1, 2)
+        # Query heads that share a key head are its rows: [r * g, share * b, d].
+        q = qk[:, : self.q_heads].reshape(r * g, share * b, -1)
+        k = qk[:, self.q_heads :].reshape(r * g, b, -1)
+        v = v.reshape(r, b, g, -1).transpose(1, 2).reshape(r * g, b, -1)
+        # Two products instead of copying the context beside the block.
+        logits = torch.cat((torch.bmm(q, past_k.transpose(1, 2).to(q.dtype)), torch.bmm(q, k.transpose(1, 2))), -1)
+        logits = logits.float().mul_(self.head_dim**-0.5)
+        if context.mask is not None:
+            logits.view(r, g, share * b, -1)[..., :c].add_(context.mask)
+        weights = torch.softmax(logits, -1).to(q.dtype)
+        seen = torch.baddbmm(torch.bmm(weights[..., :c], past_v.to(q.dtype)), weights[..., c:], v)
+        return self.o(seen.view(r, self.q_heads, b, -1).transpose(1, 2).reshape(r * b, -1))
+
+
+class Drafter:
+    """A rank's part of the drafter. Embedding and head are the target's."""
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        weights: DrafterWeights,
+        layout: Layout,
+        comm: Comm,
+        embed: Tensor,
+        lm_head: Tensor | Linear,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """embed [V, H] whole; lm_head this rank's rows of the head, best the target's own Linear (not stored twice)."""
+        if layout.world != comm.world:
+            raise ValueError(f"a layout of {layout.world} ranks does not fit {comm.world} connected ranks")
+        self.config, self.comm, self.dtype = config, comm, dtype
+        self.embed, self.lm_head = embed, linear(lm_head)
+        self.masked = embed[config.mask_token_id].expand(config.block_size - 1, -1)
+        self.fc, self.hidden_norm, self.norm = Linear(weights.fc), weights.hidden_norm, weights.norm
+        self.layers = [DraftLayer(layer, config, comm) for layer in weights.layers]
+        self.turns = rope_table(config.rope, config.head_dim, config.max_position, config.amplitude, embed.device)
+        # Context keys and values of all layers in one product: [layers * kv_heads' * d, H] keys, then values.
+        keys = [halves_to_pairs(layer.k, config.head_dim) for layer in weights.layers]
+        self.context_kv = Linear(torch.cat(keys + [layer.v for layer in weights.layers]))
+        self.k_norm = torch.stack([halves_to_pairs(layer.k_norm, config.head_dim) for layer in weights.layers]).unsqueeze(1)
+        """[layers, 1, head_dim]"""
+
+    @torch.inference_mode()
+    def propose(self, roots: Tensor, window: DraftWindow, block: int) -> Tensor:
+        """Guess the tokens after `roots` [R] long, which stand at positions `window.lengths`.
+
+        Returns logits [R, block - 1, V] float32; place i is about position length + 1 + i. Nothing is stored.
+        Raises ValueError for a block beyond 2 .. block_size.
+        """
+        if not 2 <= block <= self.config.block_size:
+            raise ValueError(f"block {block} is outside 2..{self.config.block_size}")
+        r = roots.shape[0]
+        known = self.embed.index_select(0, roots).unsqueeze(1)
+        x = torch.cat((known, self.masked[: block - 1].expand(r, -1, -1)), 1).flatten(0, 1)
+        # Masked places may reach beyond the last position of the table; what is there is never committed.
+        positions = (window.lengths.unsqueeze(1) + torch.arange(block, device=roots.device)).flatten()
+        turns = self.turns.index_select(0, positions.clamp_(max=self.turns.shape[0] - 1))
+        context = Context(window)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, turns, context, index)
+        x = x.view(r, block, -1)[:, 1:]
+        logits = self.lm_head(rms_norm(x.reshape(r * (block - 1), -1), self.norm, self.config.rms_norm_eps))
+        return self.comm.all_gather(logits, -1).float().view(r, block - 1, -1)
+
+    @torch.inference_mode()
+    def observe(self, taps: Tensor, positions: Tensor, path: Tensor, window: DraftWindow) -> None:
+        """Store the context keys and values of accepted nodes.
+
+        taps [R, N, F], positions [R, N] long; path [R, P] accepted nodes in order, -1 padding. Only the newest
+        `capacity` of a row are stored: older ones would be overwritten.
+        """
+        layers, _, capacity, kv_heads, d = window.keys.shape
+        r, n = positions.shape
+        flat = path + torch.arange(0, r * n, n, device=path.device).unsqueeze(1) if r > 1 else path
+        live = path >= 0
+        if path.shape[1] > capacity:
+            last = live.sum(1, keepdim=True)
+            live = live & (torch.arange(path.shape[1], device=path.device) >= last - capacity)
+        rows = window.row_ids.unsqueeze(1).expand_as(path)[live]
+        flat = flat[live]
+        at = positions.flatten().index_select(0, flat)
+        features = self.fc(taps.flatten(0, 1).index_select(0, flat))
+        kv = self.context_kv(rms_norm(features, self.hidden_norm, self.config.rms_norm_eps))
+        keys, values = kv.view(-1, 2, layers, kv_heads, d).unbind(1)
+        keys = rms_norm(keys, self.k_norm, self.config.rms_norm_eps)
+        keys = rotate_pairs_(keys, self.turns.index_select(0, at)[:, None, None])
+        places = rows * capacity + at % capacity
+        for store, new in ((window.keys, keys), (window.values, values)):
+            store.view(layers, -1, kv_heads, d).index_copy_(1, places, new.transpose(0, 1).to(store.dtype))
