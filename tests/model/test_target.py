@@ -13,7 +13,15 @@ from draftwood.model import mla, reference
 from draftwood.model.kimi import Target
 from draftwood.model.weights import DenseWeights, MoEWeights, TargetWeights, unpack_int4
 from tests.model.tools import (
-    SMALL, TAPS, Pages, chain, make_step, random_tokens, random_tree, small_target, target_weights,
+    SMALL,
+    TAPS,
+    Pages,
+    chain,
+    make_step,
+    random_tokens,
+    random_tree,
+    small_target,
+    target_weights,
 )  # fmt: skip
 
 EDGES = (7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65)
@@ -125,9 +133,7 @@ def test_the_reference_formula_gives_the_same_logits_and_taps(target: Target, we
 
 @pytest.mark.parametrize("absorbed_to", [0, 1 << 30])
 @pytest.mark.parametrize("small", [0, 1 << 30])
-def test_absorbed_and_plain_attention_agree(
-    target: Target, monkeypatch: pytest.MonkeyPatch, absorbed_to: int, small: int
-) -> None:
+def test_absorbed_and_plain_attention_agree(target: Target, monkeypatch: pytest.MonkeyPatch, absorbed_to: int, small: int) -> None:
     tokens = random_tokens(70, 4)
     expected = whole(target, tokens)[0]
     monkeypatch.setattr(mla, "SMALL", small)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,11 @@ from draftwood.model.config import K2_6, K2_6_DRAFT, DrafterConfig, ModelConfig,
 from draftwood.model.drafter import Drafter
 from draftwood.model.kimi import Target
 from draftwood.model.weights import (
-    DrafterWeights, MoEWeights, TargetWeights, dummy_drafter, dummy_target,
+    DrafterWeights,
+    MoEWeights,
+    TargetWeights,
+    dummy_drafter,
+    dummy_target,
 )  # fmt: skip
 from draftwood.parallel.comm import Local
 from draftwood.parallel.layout import Layout
@@ -46,9 +51,7 @@ def _shake(weights: TargetWeights | DrafterWeights, seed: int) -> None:
     weights.norm.copy_(0.5 + torch.rand(weights.norm.shape, generator=g))
 
 
-def target_weights(
-    config: ModelConfig = SMALL, layout: Layout | None = None, dtype: torch.dtype = torch.float32
-) -> TargetWeights:
+def target_weights(config: ModelConfig = SMALL, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> TargetWeights:
     """Random weights; ranks of any layout hold slices of the same model."""
     weights = dummy_target(config, layout or Layout(), dtype, "cpu", seed=3)
     _shake(weights, 5)
@@ -177,27 +180,11 @@ class Exchange:
 
     def __init__(self, world: int) -> None:
         self.world, self.parts = world, [torch.empty(0)] * world
-        self.barrier = threading.Barrier(world, timeout=60)
+        self.barrier = threading.Barrier(world, timeout=20)
 
     def run(self, work: Callable[[ThreadComm], Tensor]) -> list[Tensor]:
-        results: list[Tensor] = [torch.empty(0)] * self.world
-        errors: list[BaseException] = []
-
-        def body(rank: int) -> None:
-            try:
-                results[rank] = work(ThreadComm(self, rank))
-            except BaseException as error:
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(self.world)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return results
+        with ThreadPoolExecutor(self.world) as pool:
+            return list(pool.map(lambda rank: work(ThreadComm(self, rank)), range(self.world)))
 
 
 class ThreadComm(Local):

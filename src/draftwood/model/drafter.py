@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from draftwood.model.config import DrafterConfig
 from draftwood.model.layers import Dense, Linear, halves_to_pairs, linear, rms_norm, rope_table, rotate_pairs_
@@ -89,15 +88,16 @@ class DraftLayer:
         # Rows reordered so that a rotation is one complex product (`layers.halves_to_pairs`).
         q, k = halves_to_pairs(weights.q, d), halves_to_pairs(weights.k, d)
         self.qkv, self.o = Linear(torch.cat((q, k, weights.v))), Linear(weights.o)
-        norms = [halves_to_pairs(w, d).expand(n, d) for w, n in ((weights.q_norm, self.q_heads), (weights.k_norm, self.kv_heads))]
-        self.qk_norm = torch.cat(norms)
+        q_norm, k_norm = halves_to_pairs(weights.q_norm, d), halves_to_pairs(weights.k_norm, d)
+        self.qk_norm = torch.cat((q_norm.expand(self.q_heads, d), k_norm.expand(self.kv_heads, d)))
         """[q_heads + kv_heads, head_dim]"""
         self.input_norm, self.post_norm = weights.input_norm, weights.post_norm
         self.mlp = Dense(weights.mlp)
 
     def __call__(self, x: Tensor, turns: Tensor, context: Context, index: int) -> Tensor:
         """x [R * B, H] residual stream of the blocks, turns [R * B, d / 2] -> [R * B, H]."""
-        x = x + self.comm.all_reduce(self._attend(rms_norm(x, self.input_norm, self.eps), turns, *context.layer(index), context))
+        inner = rms_norm(x, self.input_norm, self.eps)
+        x = x + self.comm.all_reduce(self._attend(inner, turns, *context.layer(index), context))
         return x + self.comm.all_reduce(self.mlp(rms_norm(x, self.post_norm, self.eps)))
 
     def _attend(self, x: Tensor, turns: Tensor, past_k: Tensor, past_v: Tensor, context: Context) -> Tensor:
@@ -145,7 +145,8 @@ class Drafter:
         # Context keys and values of all layers in one product: [layers * kv_heads' * d, H] keys, then values.
         keys = [halves_to_pairs(layer.k, config.head_dim) for layer in weights.layers]
         self.context_kv = Linear(torch.cat(keys + [layer.v for layer in weights.layers]))
-        self.k_norm = torch.stack([halves_to_pairs(layer.k_norm, config.head_dim) for layer in weights.layers]).unsqueeze(1)
+        norms = [halves_to_pairs(layer.k_norm, config.head_dim) for layer in weights.layers]
+        self.k_norm = torch.stack(norms).unsqueeze(1)
         """[layers, 1, head_dim]"""
 
     @torch.inference_mode()

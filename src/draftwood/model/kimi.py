@@ -49,9 +49,7 @@ class Target:
         self.lm_head = linear(weights.lm_head)
         self.norm = weights.norm
         self.layers = [Layer(layer, config, comm, dtype) for layer in weights.layers]
-        self.turns = rope_table(
-            config.rope, config.qk_rope_head_dim, config.max_position, config.rope.amplitude, self.embed.device
-        )
+        self.turns = rope_table(config.rope, config.qk_rope_head_dim, config.max_position, config.rope.amplitude, self.embed.device)
 
     @torch.inference_mode()
     def forward(

@@ -67,9 +67,9 @@ def rotate_pairs_(x: Tensor, turns: Tensor) -> Tensor:
     x [..., d] with even strides, turns complex64 [..., d / 2] broadcast over it. The target stores its rotary
     dimensions this way; queries and keys both stay so, which leaves their products what they were.
     """
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)) if x.dtype == torch.float32 else x.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     if x.dtype == torch.float32:
-        pairs.mul_(turns)
+        pairs.mul_(turns)  # x.float() was x itself
         return x
     return x.copy_(torch.view_as_real(pairs * turns).flatten(-2))
 

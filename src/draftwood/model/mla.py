@@ -179,7 +179,8 @@ class Attention:
     def __init__(self, weights: LayerWeights, config: ModelConfig) -> None:
         c = config
         self.nope, self.rope, self.v, self.latent = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank
-        self.q_lora, self.width, self.eps, self.scale = c.q_lora_rank, c.latent_width, c.latent_norm_eps, c.softmax_scale
+        self.q_lora, self.width = c.q_lora_rank, c.latent_width
+        self.eps, self.scale = c.latent_norm_eps, c.softmax_scale
         self.heads = weights.q_b.shape[0] // c.qk_head_dim
         self.down = Linear(torch.cat((weights.q_a, weights.kv_a)))
         self.q_b, self.o = Linear(weights.q_b), Linear(weights.o)
@@ -235,9 +236,9 @@ class Attention:
         if wide:
             k = keys.unsqueeze(1).expand(r, h, -1, -1)
             # Values are the first columns of the keys; the rest is computed too, because equal widths run fused.
-            seen = F.scaled_dot_product_attention(
-                q.view(r, h, n, -1), k, k, attn_mask=group.mask.unsqueeze(1), scale=self.scale
-            )[..., : self.latent]
+            seen = F.scaled_dot_product_attention(q.view(r, h, n, -1), k, k, attn_mask=group.mask.unsqueeze(1), scale=self.scale)[
+                ..., : self.latent
+            ]
         else:
             bias = group.mask.unsqueeze(1).expand(r, h, n, -1).reshape(r, h * n, -1)
             logits = torch.baddbmm(bias, q.reshape(r, h * n, -1), keys.transpose(1, 2), alpha=self.scale)

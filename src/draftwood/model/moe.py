@@ -113,7 +113,7 @@ class Experts:
         hidden = swiglu(torch.cat([F.linear(r, self._gate_up[e].to(x.dtype)) for r, e in zip(rows, used, strict=True)]))
         rows = hidden.split(sizes)
         out = torch.cat([F.linear(r, self._down[e].to(x.dtype)) for r, e in zip(rows, used, strict=True)])
-        places = (torch.zeros if pairs < len(flat) else torch.empty)(len(flat), x.shape[1], dtype=x.dtype, device=x.device)
+        places = x.new_zeros(len(flat), x.shape[1]) if pairs < len(flat) else torch.empty_like(out)
         return _combine(places.index_copy_(0, order, out).view(*chosen.shape, -1), weights)
 
 

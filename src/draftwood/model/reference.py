@@ -13,7 +13,12 @@ from torch.nn import functional as F
 from draftwood.model.config import DrafterConfig, ModelConfig, RopeConfig
 from draftwood.model.layers import rms_norm, rope_frequencies, rotate_half
 from draftwood.model.weights import (
-    DenseWeights, DrafterWeights, LayerWeights, MoEWeights, TargetWeights, unpack_int4,
+    DenseWeights,
+    DrafterWeights,
+    LayerWeights,
+    MoEWeights,
+    TargetWeights,
+    unpack_int4,
 )  # fmt: skip
 
 
