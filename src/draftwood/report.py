@@ -47,6 +47,12 @@ def show(text: str) -> None:
     sys.stdout.flush()
 
 
+def note(text: str) -> None:
+    """Write a remark to stderr."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
 def progress(total: int, label: str, unit: str) -> tqdm[Any]:
     """Return a bar on stderr; call its `update(n)`, and close it."""
     seconds = 0.1 if sys.stderr.isatty() else _QUIET_SECONDS
