@@ -6,6 +6,7 @@ finished row committed beyond that is never seen.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from draftwood.engine.request import Output, Request, SamplingParams, Usage
 from draftwood.engine.rows import Rows
 from draftwood.engine.scheduler import Scheduler, Sequence, StepPlan
 from draftwood.engine.step import Parts, StepResult, step
+from draftwood.errors import DeviceLost
 from draftwood.spec.policy import AutoSize, CostTable
 
 
@@ -131,7 +133,8 @@ class Engine:
     def close(self) -> None:
         """End the followers. The engine is of no use afterwards."""
         if self.parts.comm.rank == 0:
-            self.parts.comm.broadcast(None)
+            with contextlib.suppress(DeviceLost):  # who is gone needs no farewell; the first error is the better one
+                self.parts.comm.broadcast(None)
         self.parts.comm.close()
 
     def _read(self, plan: StepPlan, sequences: list[Sequence], result: StepResult, began: float) -> list[Output]:
