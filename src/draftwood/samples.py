@@ -7,9 +7,13 @@ in chat form, and the beginning of a page of documentation.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from draftwood.errors import ConfigError
+
+if TYPE_CHECKING:
+    from draftwood.text.chat import ChatTemplate
+    from draftwood.text.tokenizer import Tokenizer
 
 Kind = Literal["code", "chat", "prose"]
 
@@ -250,3 +254,25 @@ def first(count: int) -> tuple[Sample, ...]:
     if not 1 <= count <= len(SAMPLES):
         raise ConfigError(f"--prompts {count} is outside 1..{len(SAMPLES)}; there are {len(SAMPLES)} built-in prompts")
     return SAMPLES[:count]
+
+
+class Words(Protocol):
+    """What turns a prompt into token ids; llm.LLM does."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def template(self) -> ChatTemplate | None: ...
+
+
+def encode(sample: Sample, words: Words) -> list[int]:
+    """Return a prompt as token ids; questions go through the chat template where there is one.
+
+    Raises ConfigError for a model without a tokenizer.
+    """
+    if words.tokenizer is None:
+        raise ConfigError("this model has no tokenizer for the built-in prompts; give a whole checkpoint")
+    if sample.kind == "chat" and words.template is not None:
+        return words.template.encode([{"role": "user", "content": sample.text}])
+    return words.tokenizer.encode(sample.text)

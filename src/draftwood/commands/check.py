@@ -206,22 +206,10 @@ def answers(llm: LLM, task: Task) -> list[Answer]:
     for start in range(0, len(task.indexes), task.batch):
         indexes = task.indexes[start : start + task.batch]
         llm.engine.records = [] if task.plain else None
-        completions = llm.generate([prompt_ids(llm, samples.SAMPLES[i]) for i in indexes], [task.params(i) for i in indexes])
+        completions = llm.generate([samples.encode(samples.SAMPLES[i], llm) for i in indexes], [task.params(i) for i in indexes])
         gaps = tuple(gap for step in llm.engine.records or () for row in step.rows for gap in row.gaps)
         found += [Answer(tuple(c.token_ids), c.finish_reason, c.steps, gaps) for c in completions]
     return found
-
-
-def prompt_ids(llm: LLM, sample: samples.Sample) -> list[int]:
-    """Return a built-in prompt as token ids; questions go through the chat template where there is one.
-
-    Raises ConfigError for a model without a tokenizer.
-    """
-    if llm.tokenizer is None:
-        raise ConfigError(f"{llm.options.model} has no tokenizer for the built-in prompts; give a whole checkpoint")
-    if sample.kind == "chat" and llm.template is not None:
-        return llm.chat_ids([{"role": "user", "content": sample.text}])
-    return llm.tokenizer.encode(sample.text)
 
 
 def _collect(results: Iterable[tuple[Task, list[Answer]]], tasks: Sequence[Task]) -> list[tuple[Task, list[Answer]]]:
