@@ -72,6 +72,15 @@ def test_sizes_are_the_best_of_all_prefixes(seed, per_node, rows):
     assert np.isclose(fit.tokens, rows + sum(p[r, 1 : b + 1].sum() for r, b in enumerate(fit.sizes)))
 
 
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), per_node=st.floats(1e-3, 0.5))
+def test_sizes_are_prefixes_even_where_calibration_makes_a_later_node_likelier(seed, per_node):
+    tree = trees(seed, 3, 6)
+    p = np.random.default_rng(seed).random(tree.logprob.shape)
+    fit = fit_sizes(tree, table(1.0, per_node, 0.2), p)
+    assert np.isclose(fit.tokens, 3 + sum(p[r, 1 : b + 1].sum() for r, b in enumerate(fit.sizes)))
+
+
 def test_cheap_nodes_give_whole_trees_and_dear_ones_roots():
     tree = trees(1, 2, 16)
     assert fit_sizes(tree, table(1.0, 1e-9, 0.1), probability(tree)).sizes.tolist() == [16, 16]

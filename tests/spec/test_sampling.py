@@ -150,6 +150,7 @@ def test_boundary_ties_go_to_the_lowest_ids_and_one_token_always_stays():
     assert np.flatnonzero(truncate(z, off, np.array([3]), one)[0] == 0).tolist() == [0, 1, 2]
     assert np.flatnonzero(truncate(z, off, np.array([0]), one * np.float32(0.35))[0] == 0).tolist() == [0, 1, 2, 3]
     assert np.flatnonzero(truncate(z, off, np.array([0]), one * np.float32(1e-9))[0] == 0).tolist() == [0]
+    assert np.flatnonzero(truncate(z[:, :2], off, np.array([0]), one * np.float32(0.5))[0] == 0).tolist() == [0]
     z[0, 7] = 1
     assert np.flatnonzero(truncate(z, one, np.array([0]), one)[0] == 1).tolist() == [7]
 
