@@ -59,7 +59,8 @@ def test_rows_leave_the_prompt_out_of_a_step_and_compare_rounds(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "flags", [("--budgets", "65"), ("--rows", "0"), ("--repeat", "0"), ("--prompts", "99"), ("--temperature", "-1"), ("--draft", "none")]
+    "flags",
+    [("--budgets", "65"), ("--rows", "0"), ("--repeat", "0"), ("--prompts", "99"), ("--temperature", "-1"), ("--draft", "none")],
 )
 def test_bad_input_is_one_line_and_exit_2(capsys, flags):
     assert cli.main(["bench", "step", "nano", *flags]) == 2
