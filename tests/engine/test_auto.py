@@ -13,7 +13,7 @@ ASKS = [([n, 2, 3], SamplingParams(max_tokens=60, temperature=n % 2, seed=n)) fo
 def engine_with_costs(kind, seconds):
     """An engine on `auto` whose probes say what `seconds(probe)` says."""
     engine = fake_engine(kind, fake_plan("auto"))
-    engine.timing.learn = lambda rows, context, time: Timing.learn(engine.timing, rows, context, seconds)
+    engine.timing.learn = lambda *load: Timing.learn(engine.timing, *load[:-1], seconds)
     return engine
 
 
@@ -65,8 +65,8 @@ def test_probes_leave_no_trace_in_pages_or_windows():
     engine.parts.target, engine.parts.drafter = Untaught(), Guess()
     kept = engine.plan.num_pages * engine.plan.page_size
     cache, keys = engine.parts.kv.cache.clone(), engine.parts.draft_kv.keys.clone()
-    for rows, nodes, depth in ((1, 1, 0), (3, 9, 7), (8, 65, 7)):
-        assert probe.measure(engine.parts, Probe(rows, nodes, depth, 50)) > 0
+    for rows, nodes, depth, sampled in ((1, 1, 0, False), (3, 9, 7, False), (8, 65, 7, True)):
+        assert probe.measure(engine.parts, Probe(rows, nodes, depth, 50, sampled)) > 0
     assert bool((engine.parts.kv.cache[:, :kept] == cache[:, :kept]).all())
     assert bool((engine.parts.draft_kv.keys == keys).all())
 
@@ -79,9 +79,11 @@ def test_each_load_is_measured_once_and_sizes_beyond_any_repayment_are_not():
         return 1.0 if p.depth == 0 else float(p.nodes * p.rows)
 
     timing = Timing(max_rows=6, max_budget=64, block=8)
-    assert timing.missing(3)
-    timing.learn(3, 10, seconds)
-    assert not timing.missing(4) and not timing.missing(3) and timing.missing(5) and timing.missing(2)
-    assert {p.rows for p in asked} == {4} and max(p.nodes for p in asked) < 33
-    table = timing.learn(6, 10, seconds)
-    assert table.rows == (4, 6)
+    assert timing.missing(3, False)
+    timing.learn(3, 10, False, seconds)
+    assert not timing.missing(4, False) and not timing.missing(3, False)
+    assert timing.missing(5, False) and timing.missing(2, False) and timing.missing(4, True)
+    assert {p.rows for p in asked} == {4} and max(p.nodes for p in asked) < 17
+    costs = timing.learn(6, 10, False, seconds)
+    assert costs.table.rows == (4, 6) and not costs.sampled
+    assert timing.learn(6, 10, True, seconds).table.rows == (6,)

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftwood.config import Plan
-from draftwood.engine.probe import Probe, Timing, measure
+from draftwood.engine.probe import Costs, Probe, Timing, measure
 from draftwood.engine.request import Output, Request, SamplingParams, Usage
 from draftwood.engine.rows import Rows
 from draftwood.engine.scheduler import Scheduler, Sequence, StepPlan
 from draftwood.engine.step import Parts, StepResult, step
 from draftwood.errors import DeviceLost
-from draftwood.spec.policy import AutoSize, CostTable
+from draftwood.spec.noise import COLD
+from draftwood.spec.policy import AutoSize
 
 
 @dataclass(frozen=True)
@@ -91,41 +92,43 @@ class Engine:
         plan = self.scheduler.next_step()
         if plan is None:
             return []
-        if any(plan.auto):
-            plan = self._sized(plan)
-        began = time.monotonic()
         sequences = self.scheduler.sequences(plan)
-        result = self._obey(self.parts.comm.broadcast(plan))
-        assert isinstance(result, StepResult)
+        if any(plan.auto):
+            plan = self._sized(plan, sequences)
+        began = time.monotonic()
+        result: StepResult = self._obey(self._tell(plan))
         return self._read(plan, sequences, result, began)
 
-    def _sized(self, plan: StepPlan) -> StepPlan:
+    def _sized(self, plan: StepPlan, sequences: list[Sequence]) -> StepPlan:
         """Set how much the rows on `auto` draft in this step; 0 where trees do not pay at this load."""
-        rows = len(plan.rows)
-        if self.timing.missing(rows):
-            costs = self.timing.learn(rows, plan.longest, lambda probe: self._obey(self.parts.comm.broadcast(probe)))
-            self._obey(self.parts.comm.broadcast(costs))
+        rows, sampled = len(plan.rows), any(seq.request.params.temperature > COLD for seq in sequences)
+        if self.timing.missing(rows, sampled):
+            self._obey(self._tell(self.timing.learn(rows, plan.longest, sampled, lambda p: self._obey(self._tell(p)))))
         assert self.parts.auto is not None
+        self.parts.auto.costs = self.parts.costs[sampled]
         most = self.parts.auto.budget(rows)
         budgets = tuple(min(b, most) if auto else b for b, auto in zip(plan.budgets, plan.auto, strict=True))
         auto = tuple(auto and most > 0 for auto in plan.auto)
         return dataclasses.replace(plan, budgets=budgets, auto=auto, depth=plan.depth if any(budgets) else 0)
 
-    def _obey(self, order: StepPlan | Probe | CostTable) -> Any:
-        """Do what rank 0 has broadcast; the same on every rank."""
+    def _tell(self, order: Any) -> Any:
+        return self.parts.comm.broadcast(order)
+
+    def _obey(self, order: StepPlan | Probe | Costs) -> Any:
+        """Do what rank 0 has told; the same on every rank."""
         if isinstance(order, StepPlan):
             return step(self.parts, self.rows, order, trace=self.records is not None)
         if isinstance(order, Probe):
             return measure(self.parts, order)
+        self.parts.costs[order.sampled] = order.table
         if self.parts.auto is None:
-            self.parts.auto = AutoSize(order, self.plan.max_budget)
-        self.parts.auto.costs = order
+            self.parts.auto = AutoSize(order.table, self.plan.max_budget)
         return None
 
     def follow(self) -> None:
         """On ranks above 0: run every step that rank 0 decides, until it closes."""
         while True:
-            order: StepPlan | Probe | CostTable | None = self.parts.comm.broadcast(None)
+            order = self._tell(None)
             if order is None:
                 return
             self._obey(order)
@@ -134,7 +137,7 @@ class Engine:
         """End the followers. The engine is of no use afterwards."""
         if self.parts.comm.rank == 0:
             with contextlib.suppress(DeviceLost):  # who is gone needs no farewell; the first error is the better one
-                self.parts.comm.broadcast(None)
+                self._tell(None)
         self.parts.comm.close()
 
     def _read(self, plan: StepPlan, sequences: list[Sequence], result: StepResult, began: float) -> list[Output]:

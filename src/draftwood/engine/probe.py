@@ -19,9 +19,9 @@ from draftwood.engine.step import Parts, run
 from draftwood.spec.policy import CostTable
 from draftwood.spec.sampling import Sampling
 
-NODES = (2, 3, 5, 9, 17, 33, 65)
+NODES = (2, 5, 9, 17, 33, 65)
 """Nodes of a row, the root included, at which a drafted step is timed."""
-REPEATS = 3
+REPEATS = 2
 """Of which the fastest counts; the first warms up."""
 
 
@@ -34,6 +34,16 @@ class Probe:
     depth: int
     """Of the tree; 0 does not draft."""
     context: int
+    sampled: bool
+    """With noise; it costs time of its own for every depth."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The table that rank 0 has measured, for steps with noise or without."""
+
+    sampled: bool
+    table: CostTable
 
 
 def measure(parts: Parts, probe: Probe) -> float:
@@ -63,7 +73,7 @@ def _view(parts: Parts, probe: Probe) -> View:
         lengths=torch.full((rows,), context, device=device),
         roots=torch.zeros(rows, dtype=torch.long, device=device),
         tables=torch.full((rows, pages), parts.kv.sink, device=device),
-        sampling=Sampling.build([SamplingParams()] * rows, [0] * rows),
+        sampling=Sampling.build([SamplingParams(temperature=float(probe.sampled))] * rows, [0] * rows),
         warm=torch.empty(0, dtype=torch.long),  # nothing is observed
         logprobs=0,
     )
@@ -75,32 +85,31 @@ class Timing:
     def __init__(self, max_rows: int, max_budget: int, block: int) -> None:
         self._max_rows, self._block = max_rows, block
         self._nodes = tuple(n for n in NODES if n <= max_budget + 1) or (2,)
-        self._known: dict[int, tuple[float, list[float]]] = {}
+        self._known: dict[bool, dict[int, tuple[float, list[float]]]] = {False: {}, True: {}}
 
     def _bucket(self, rows: int) -> int:
         return min(1 << max(rows - 1, 0).bit_length(), self._max_rows)
 
-    def missing(self, rows: int) -> bool:
-        """True when a load like `rows` rows was never measured."""
-        return self._bucket(rows) not in self._known
+    def missing(self, rows: int, sampled: bool) -> bool:
+        """True when a load like `rows` rows, with noise or without, was never measured."""
+        return self._bucket(rows) not in self._known[sampled]
 
-    def learn(self, rows: int, context: int, time: Callable[[Probe], float]) -> CostTable:
+    def learn(self, rows: int, context: int, sampled: bool, time: Callable[[Probe], float]) -> Costs:
         """Measure the load of `rows` rows by `time` and return the table of all known loads.
 
-        Sizes that take longer than any tree could repay are extrapolated instead.
+        Sizes beyond those that a tree is likely to repay (half a block per row) are extrapolated instead.
         """
-        bucket = self._bucket(rows)
-        plain = time(Probe(bucket, 1, 0, context))
+        bucket, known = self._bucket(rows), self._known[sampled]
+        plain = time(Probe(bucket, 1, 0, context, sampled))
         drafted: list[float] = []
         for nodes in self._nodes:
-            if len(drafted) >= 2 and drafted[-1] > plain * self._block:
+            if len(drafted) >= 2 and drafted[-1] > plain * self._block / 2:
                 a, b = self._nodes[len(drafted) - 2], self._nodes[len(drafted) - 1]
                 slope = max(drafted[-1] - drafted[-2], 0.0) / (b - a)
                 drafted.append(drafted[-1] + slope * (nodes - b))
             else:
-                drafted.append(time(Probe(bucket, nodes, self._block - 1, context)))
-        self._known[bucket] = (plain, drafted)
-        loads = sorted(self._known)
-        return CostTable.of(
-            loads, self._nodes, [self._known[n][1] for n in loads], [self._known[n][0] for n in loads]
-        )
+                drafted.append(time(Probe(bucket, nodes, self._block - 1, context, sampled)))
+        known[bucket] = (plain, drafted)
+        loads = sorted(known)
+        table = CostTable.of(loads, self._nodes, [known[n][1] for n in loads], [known[n][0] for n in loads])
+        return Costs(sampled, table)

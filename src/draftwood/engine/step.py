@@ -6,7 +6,7 @@ Nothing is decided here about who runs, and nothing here knows what a request is
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ from draftwood.parallel.comm import Comm
 from draftwood.spec.accept import Path, accept
 from draftwood.spec.bigram import Bigram
 from draftwood.spec.noise import gumbel
-from draftwood.spec.policy import AutoSize
+from draftwood.spec.policy import AutoSize, CostTable
 from draftwood.spec.sampling import choose, filter_logits, top_logprobs
 from draftwood.spec.tree import GrowOptions, Tree, chain, grow, join, roots
 
@@ -63,6 +63,8 @@ class Parts:
     noise: str = "shared"
     auto: AutoSize | None = None
     """Sizes of the trees whose budget is `auto`; None until they are wanted."""
+    costs: dict[bool, CostTable] = field(default_factory=dict)
+    """What `auto` reckons with, for steps without noise and with it."""
     device: torch.device | str = "cpu"
 
 
@@ -165,6 +167,7 @@ def plant(parts: Parts, view: View, guesses: Tensor | None, noise: Tensor | None
         stacked = grown + forced + free
         tree = join(trees, sorted(range(len(stacked)), key=stacked.__getitem__))
     if guesses is not None and parts.auto is not None and any(plan.auto):
+        parts.auto.costs = parts.costs[bool(view.sampling.sampled.any())]
         sizes = parts.auto.fit(tree, view.sampling.temperature)
         tree = tree.cut(torch.where(torch.tensor(plan.auto), sizes, tree.counts - 1))
     return tree
