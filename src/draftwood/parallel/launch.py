@@ -30,6 +30,8 @@ _FINISH_GRACE = 5.0
 """Seconds the other ranks get to end after rank 0 is done."""
 _TERMINATE_GRACE = 2.0
 _TAIL_LINES = 40
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_SET_PARENT_DEATH_SIGNAL = 1
 
 
 def is_rank() -> bool:
@@ -50,6 +52,8 @@ def run_ranks(argv: Sequence[str], world: int, command: Sequence[str] | None = N
     prefix = list(command) if command is not None else [sys.executable, "-m", "draftwood"]
     port = _free_port()
     ranks = [_Rank(rank, [*prefix, *argv], _environment(rank, world, port)) for rank in range(world)]
+    for rank in ranks:
+        rank.listen()  # a thread each: only after the last fork
     try:
         with _signals(ranks[0]) as interrupts:
             failed = _watch(ranks, interrupts)
@@ -76,6 +80,9 @@ class _Rank:
             preexec_fn=_prepare_first if rank == 0 else _prepare_other,
         )
         self._reader = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
+
+    def listen(self) -> None:
+        """Begin to collect what the process writes."""
         self._reader.start()
 
     def _read(self, stream: IO[str] | None) -> None:
@@ -193,9 +200,8 @@ def _free_port() -> int:
 
 def _prepare_first() -> None:
     """Runs in rank 0 before the command: a rank ends when its supervisor dies."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    if _LIBC is not None:
+        _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def _prepare_other() -> None:
