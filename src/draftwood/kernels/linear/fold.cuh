@@ -1,0 +1,106 @@
+// What both linear kernels share: the law of the bits, the weight layout, the fold of the segments and the store.
+//
+// Y[n, N] = X[n, K] W[N, K]^T for n = 1..128 rows of x ("tokens" here: columns of the mma), bf16 x bf16 -> fp32.
+//
+// LAW 1.  K is cut in S segments; S and the cuts depend on the weight's shape only (plan.py): segment s is the K64 steps
+//   [T s / S, T (s+1) / S), T = ceil(K / 64).  One chain per segment: acc = 0, then for each k16 block, ascending,
+//   acc = mma.m16n8k16(W, x, acc).  Then v = p[0]; v = v + p[s] for s = 1..S-1 in fp32, and one rounding.
+//   A column of an mma never meets another column: a token's bits depend neither on n, nor on its place or neighbours,
+//   nor on which kernel ran.  Segments live in warps of a block and / or in the blocks of one cluster; no atomics.
+//
+// WEIGHTS  [N/16][T][2 halves of K32][2][lane][16 B]: for K32 block b, m = 0, 1, lane (g = lane/4, q = lane%4),
+//   k0 = 32b + 8q + 4m: words (row g, k0..+1), (row g+8, k0..+1), (row g, k0+2..+3), (row g+8, k0+2..+3); zeros past K.
+//   One word quadruple is an mma A fragment, and with this order of K the B fragments of a token are 16 bytes x[32b+8q ..].
+// GLU: tile t holds gate rows 8t..8t+7 as its rows 0..7 and up rows 8t..8t+7 as 8..15; Y is [n, N/2] = silu(gate) * up,
+//   both in fp32 before the one rounding.
+#pragma once
+#include "../common.cuh"
+
+#ifndef CLUSTER
+#define CLUSTER 1        // blocks of a cluster, along K
+#endif
+#ifndef GLU
+#define GLU 0
+#endif
+#ifndef TAIL
+#define TAIL 0           // 1: K is no multiple of 64 (it is one of 8)
+#endif
+#if CLUSTER > 1
+#define CLUSTER_SHAPE __cluster_dims__(CLUSTER, 1, 1)   // fixed in the code: a plain launch with grid (CLUSTER, ...) makes them
+#else
+#define CLUSTER_SHAPE
+#endif
+
+__device__ __forceinline__ void mma(float (&d)[4], const uint4& a, u32 b0, u32 b1) {
+  const u32 w[4] = {a.x, a.y, a.z, a.w};
+  mma(d, w, b0, b1);
+}
+__device__ __forceinline__ void shared_store(u32 a, float v) { asm volatile("st.shared.f32 [%0],%1;" ::"r"(a), "f"(v) : "memory"); }
+__device__ __forceinline__ u32 address_in(u32 a, u32 rank) {       // the same place in another block of the cluster
+  u32 d;
+  asm volatile("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(rank));
+  return d;
+}
+__device__ __forceinline__ float2 cluster_load2(u32 a) {
+  float2 v;
+  asm volatile("ld.shared::cluster.v2.f32 {%0,%1},[%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ float cluster_load(u32 a) {
+  float v;
+  asm volatile("ld.shared::cluster.f32 %0,[%1];" : "=f"(v) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ void block_or_cluster_sync() {
+  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  else __syncthreads();
+}
+__device__ __forceinline__ int load_int(const int* p) {            // written by an earlier kernel: not the read-only path
+  int v;
+  asm volatile("ld.global.s32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float silu(float g) { return g / (1.f + __expf(-g)); }
+
+// Where results go: token t's output c is at y[t * stride + c], in fp32 or bf16; residual has y's strides and may be y.
+struct Output {
+  void* y;
+  const bf16* residual;
+  long long stride;
+  bool wide;
+};
+
+__device__ __forceinline__ void store2(const Output& out, long long at, float a, float b) {
+  if (out.wide) { *reinterpret_cast<float2*>((float*)out.y + at) = make_float2(a, b); return; }
+  __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
+  if (out.residual) {    // as bf16 tensors add: the product is rounded first
+    const __nv_bfloat162 r = *reinterpret_cast<const __nv_bfloat162*>(out.residual + at);
+    v = __floats2bfloat162_rn(__low2float(v) + __low2float(r), __high2float(v) + __high2float(r));
+  }
+  *reinterpret_cast<__nv_bfloat162*>((bf16*)out.y + at) = v;
+}
+
+// Fold the segments' partials and store.  Segment s: block s / SEG of the cluster, at part + (s % SEG) * PSTRIDE bytes,
+// [token][RSTRIDE] floats.  This block (`rank`) folds the items i = rank*THREADS + thread, step CLUSTER*THREADS; an item
+// is two outputs of one token (GLU: a gate and its up).  first: token of column 0; row0: first row of the block.
+template <int SEG, u32 PSTRIDE, u32 RSTRIDE, int ROWS, int THREADS>
+__device__ __forceinline__ void fold(u32 part, int rank, int columns, int row0, int first, int n, int N, const Output& out) {
+  constexpr int HALF = ROWS / 2, S = CLUSTER * SEG;
+  const int count = min(columns, n - first) * HALF;
+  for (int i = rank * THREADS + threadIdx.x; i < count; i += CLUSTER * THREADS) {
+    const int t = i / HALF, j = i % HALF, r = GLU ? (j >> 3) * 16 + (j & 7) : 2 * j;
+    const u32 a = part + (t * RSTRIDE + r) * 4;
+    float2 p[S];                                 // all loads first: one latency of the cluster's shared memory
+#pragma unroll
+    for (int s = 0; s < S; s++) {
+      const u32 m = (CLUSTER > 1 ? address_in(a, s / SEG) : a) + s % SEG * PSTRIDE;
+      if (GLU) p[s] = make_float2(cluster_load(m), cluster_load(m + 32)); else p[s] = cluster_load2(m);
+    }
+    float2 v = p[0];
+#pragma unroll
+    for (int s = 1; s < S; s++) { v.x = __fadd_rn(v.x, p[s].x); v.y = __fadd_rn(v.y, p[s].y); }
+    if (row0 + r >= N) continue;
+    if (GLU) ((bf16*)out.y)[(first + t) * out.stride + row0 / 2 + j] = __float2bfloat16(silu(v.x) * v.y);
+    else store2(out, (first + t) * out.stride + row0 + r, v.x, v.y);
+  }
+}

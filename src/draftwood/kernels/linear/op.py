@@ -1,0 +1,155 @@
+"""Packing, checking, choosing and launching `linear`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwood.kernels import jit
+from draftwood.kernels.check import Variant
+from draftwood.kernels.linear import plan, ref
+from draftwood.kernels.linear.plan import Form, Shape
+
+_FOLDER = Path(__file__).parent
+_FILES = {"linear_stream": "stream.cu", "linear_wide": "wide.cu"}
+_NULL = np.uint64(0)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight in the kernels' order: data [heads, N/16, steps, 1024] bf16."""
+
+    data: Tensor
+    shape: Shape
+
+
+def pack(weight: Tensor) -> Weight:
+    """Pack [N, K], or [heads, N, K] for one product per head. Done once, at load. Raises ValueError for a shape that
+    the kernels cannot take."""
+    whole = weight if weight.dim() == 3 else weight.unsqueeze(0)
+    h, n, k = whole.shape
+    _check_weight(n, k)
+    return Weight(ref.pack(whole.to(torch.bfloat16)).contiguous(), Shape(n, k, h))
+
+
+def pack_swiglu(gate: Tensor, up: Tensor) -> Weight:
+    """Pack gate and up [I, K] so that the product is silu(gate) * up [n, I]. Raises ValueError as `pack` does."""
+    if gate.shape != up.shape:
+        raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} differ in shape")
+    if gate.shape[0] % 8:
+        raise ValueError(f"a SwiGLU of {gate.shape[0]} columns cannot be packed: they must be a multiple of 8")
+    both = ref.interleave(gate.to(torch.bfloat16), up.to(torch.bfloat16)).unsqueeze(0)
+    _check_weight(both.shape[1], both.shape[2])
+    return Weight(ref.pack(both).contiguous(), Shape(both.shape[1], both.shape[2], 1, True))
+
+
+def _check_weight(n: int, k: int) -> None:
+    if n % 16 or k % 8 or n < 16 or k < 8:
+        raise ValueError(f"a weight of {n} x {k} cannot be packed: outputs must be a multiple of 16 and inputs of 8")
+
+
+def _limit(arch: str) -> int:
+    return min(jit.SHARED_LIMIT[arch], plan.BIG_SHARED)
+
+
+def _source(form: Form) -> jit.Source:
+    return jit.Source(_FOLDER / _FILES[form.entry], form.entry, dict(form.macros))
+
+
+def variants() -> list[Variant]:
+    """Everything the launcher chooses for K2.6 and nano on 1, 2, 4 or 8 ranks."""
+    found = []
+    for limit in (plan.BIG_SHARED, plan.SMALL_SHARED):
+        archs = tuple(a for a in jit.ARCHS if _limit(a) == limit)
+        found += [Variant(_source(f), f.threads, f.shared, archs=archs) for f in plan.all_forms(limit)]
+    return found
+
+
+@functools.cache
+def _kernel(form: Form, device: int) -> jit.Kernel:
+    return jit.Kernel(_source(form), device, form.shared)
+
+
+@functools.cache
+def _limit_of(device: int) -> int:
+    return _limit(jit.arch_of(torch.cuda.get_device_capability(device)))
+
+
+def linear(
+    x: Tensor,
+    weight: Weight,
+    out: Tensor | None = None,
+    residual: Tensor | None = None,
+    rows: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    form: Form | None = None,
+) -> Tensor:
+    """Return x @ weight^T on torch's current stream; see ref.py for the meaning.
+
+    x [n, K] bf16, or [n, heads, K] for a weight with heads; the last dimension is contiguous, rows start on 16 bytes.
+    out: where the result goes ([n, N] or [n, heads, N], bf16 or float32, last dimension contiguous); made if absent.
+    residual: [n, N] bf16 with out's strides, added to the rounded product; may be `out` itself. rows: int32 [1] on the
+    device, how many of the n rows are real (the others are neither read nor written). form: for tests and tuning.
+    Raises ValueError for tensors that do not fit.
+    """
+    shape = weight.shape
+    n = x.shape[0]
+    outputs = shape.outputs // 2 if shape.glu else shape.outputs
+    wanted = (n, outputs) if shape.heads == 1 and x.dim() == 2 else (n, shape.heads, outputs)
+    if out is None:
+        out = torch.empty(wanted, dtype=dtype, device=x.device)
+    _check(x, shape, out, wanted, residual, rows)
+    if n == 0:
+        return out
+    device = x.device.index
+    chosen = plan.form_for(shape, n, _limit_of(device)) if form is None else form
+    kernel = _kernel(chosen, device)
+    heads = x.dim() == 3
+    kernel(
+        chosen.grid(shape, n), chosen.threads,
+        (weight.data, x, out, _NULL if residual is None else residual, _NULL if rows is None else rows,
+         np.int32(n), np.int32(shape.outputs), np.int32(shape.inputs), np.int32(chosen.groups(shape)),
+         np.int64(x.stride(0)), np.int64(x.stride(1) if heads else 0), np.int64(out.stride(0)),
+         np.int64(out.stride(1) if heads else 0), np.int32(out.dtype == torch.float32)),
+        chosen.shared, pdl=True,
+    )  # fmt: skip
+    return out
+
+
+def _check(
+    x: Tensor, shape: Shape, out: Tensor, wanted: tuple[int, ...], residual: Tensor | None, rows: Tensor | None
+) -> None:
+    given = tuple(x.shape[1:])
+    if given not in ((shape.inputs,), (shape.heads, shape.inputs)) or (x.dim() == 2 and shape.heads != 1):
+        raise ValueError(f"x {tuple(x.shape)} does not fit a weight of {shape.heads} x {shape.outputs} x {shape.inputs}")
+    if x.dtype != torch.bfloat16 or x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 8 for s in x.stride()[:-1]):
+        raise ValueError(f"x must be bf16 with contiguous rows that start on 16 bytes; it is {x.dtype}, strides {x.stride()}")
+    if tuple(out.shape) != wanted or out.stride(-1) != 1 or any(s % 2 for s in out.stride()[:-1]):
+        raise ValueError(f"out must be {wanted} with contiguous, even rows; it is {tuple(out.shape)}, strides {out.stride()}")
+    if out.dtype not in (torch.bfloat16, torch.float32) or (shape.glu and out.dtype != torch.bfloat16):
+        raise ValueError(f"out is {out.dtype}; a product is bf16 or float32, a SwiGLU bf16")
+    if residual is not None:
+        same = residual.shape == out.shape and residual.stride() == out.stride() and residual.dtype == torch.bfloat16
+        if not same or out.dtype != torch.bfloat16 or shape.glu:
+            raise ValueError("a residual must be bf16 and laid out like a bf16 out; a SwiGLU takes none")
+    if rows is not None and (rows.dtype != torch.int32 or rows.numel() != 1):
+        raise ValueError(f"rows must be one int32 on the device; it is {rows.dtype} {tuple(rows.shape)}")
+    if any(t is not None and t.device != x.device for t in (out, residual, rows)):
+        raise ValueError("x, out, residual and rows must be on one device")
+
+
+def bytes_moved(shape: Shape, n: int, out_bytes: int = 2, residual: bool = False) -> int:
+    """Bytes that must move: the weight, x and the result once each (and the residual)."""
+    outputs = shape.outputs // 2 if shape.glu else shape.outputs
+    results = n * shape.heads * outputs * (out_bytes + 2 * residual)
+    return shape.heads * (shape.outputs * shape.inputs + n * shape.inputs) * 2 + results
+
+
+def flops(shape: Shape, n: int) -> int:
+    """Multiply-adds count two."""
+    return 2 * n * shape.heads * shape.outputs * shape.inputs
