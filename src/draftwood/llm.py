@@ -156,7 +156,7 @@ class LLM:
             if self.tokenizer is None:
                 raise RequestError(f"{self.plan.model_path} has no tokenizer; give the prompt as token ids", "prompt")
             return self.tokenizer.encode(prompt, allow_special)
-        if not isinstance(prompt, Sequence) or any(isinstance(i, bool) or not isinstance(i, int) for i in prompt):
+        if not isinstance(prompt, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in prompt):
             raise RequestError("the prompt is neither a text nor a list of token ids", "prompt")
         return list(prompt)
 

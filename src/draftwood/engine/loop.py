@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from draftwood.config import Plan
 from draftwood.engine.probe import Costs, Probe, Timing, measure
 from draftwood.engine.request import Output, Request, SamplingParams, Usage
@@ -142,55 +144,44 @@ class Engine:
 
     def _read(self, plan: StepPlan, sequences: list[Sequence], result: StepResult, began: float) -> list[Output]:
         """Turn a step's tensors into outputs and end what is finished."""
-        now = time.monotonic()
-        path = result.path
-        counts, emitted = path.counts.tolist(), path.emitted.tolist()
-        tokens, logprobs = path.tokens.tolist(), path.logprobs.tolist()
-        nodes = result.tree.counts.tolist()
         if self.records is not None:
             self.records.append(_record(plan, result, sequences))
-        outputs = []
+        now, read, outputs = time.monotonic(), _Read.of(result), []
         for place, seq in enumerate(sequences):
             if not self.scheduler.runs(seq):
                 continue
-            seq.length += counts[place]
+            seq.length += read.counts[place]
             usage = self.usage[seq.request.id]
             usage.started = usage.started or began
             usage.ended = now
+            usage.prompt_steps += bool(plan.chunks[place])
             for stage, seconds in result.seconds.items():
                 usage.stage_seconds[stage] += seconds
-            if not plan.emits[place]:
-                usage.prompt_steps += 1
-                continue
-            new = tokens[place][: emitted[place]]
-            taken, reason = self._cut(seq, new)
-            seq.generated += taken
-            usage.completion_tokens += taken
-            if plan.chunks[place]:
-                usage.prompt_steps += 1
-            else:
-                usage.steps += 1
-                usage.decoded += taken
-                usage.nodes += nodes[place] - 1
-            wants = seq.request.params.logprobs
-            top = None
-            if wants and result.top is not None:
-                ids, values = (part[place, :taken, :wants].tolist() for part in result.top)
-                top = tuple(tuple(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
-            outputs.append(
-                Output(
-                    request_id=seq.request.id,
-                    token_ids=tuple(new[:taken]),
-                    logprobs=None if wants is None else tuple(logprobs[place][:taken]),
-                    finish_reason=reason,
-                    usage=usage,
-                    top_logprobs=top,
-                )
-            )
-            if reason is not None:
-                self.scheduler.finish(seq.request.id)
-                del self.usage[seq.request.id]
+            if plan.emits[place]:
+                outputs.append(self._emit(place, seq, usage, bool(plan.chunks[place]), read))
         return outputs
+
+    def _emit(self, place: int, seq: Sequence, usage: Usage, forced: bool, read: _Read) -> Output:
+        """Take what a row returned, up to its end; let go of the request when that is reached."""
+        new, wants = read.tokens[place][: read.emitted[place]], seq.request.params.logprobs
+        taken, reason = self._cut(seq, new)
+        seq.generated += taken
+        usage.completion_tokens += taken
+        if not forced:
+            usage.steps += 1
+            usage.decoded += taken
+            usage.nodes += read.nodes[place] - 1
+        if reason is not None:
+            self.scheduler.finish(seq.request.id)
+            del self.usage[seq.request.id]
+        return Output(
+            request_id=seq.request.id,
+            token_ids=tuple(new[:taken]),
+            logprobs=None if wants is None else tuple(read.logprobs[place][:taken]),
+            finish_reason=reason,
+            usage=usage,
+            top_logprobs=read.top_of(place, taken, wants) if wants else None,
+        )
 
     def _cut(self, seq: Sequence, tokens: list[int]) -> tuple[int, str | None]:
         """Return how many of the step's tokens belong to the answer, the stop token included, and why it ends there.
@@ -203,6 +194,36 @@ class Engine:
             if token in params.stop_token_ids or token in self.stop_ids and not params.ignore_eos:
                 return place + 1, "stop"
         return room, "length" if seq.generated + room == seq.limit else None
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A step's result on the host, by row."""
+
+    counts: list[int]
+    emitted: list[int]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    nodes: list[int]
+    top: tuple[Tensor, Tensor] | None
+
+    @staticmethod
+    def of(result: StepResult) -> _Read:
+        path = result.path
+        return _Read(
+            counts=path.counts.tolist(),
+            emitted=path.emitted.tolist(),
+            tokens=path.tokens.tolist(),
+            logprobs=path.logprobs.tolist(),
+            nodes=result.tree.counts.tolist(),
+            top=result.top,
+        )
+
+    def top_of(self, place: int, taken: int, most: int) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """The `most` likeliest tokens and their log-probabilities at each of the first `taken` tokens of a row."""
+        assert self.top is not None
+        ids, values = (part[place, :taken, :most].tolist() for part in self.top)
+        return tuple(tuple(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
 
 
 def _record(plan: StepPlan, result: StepResult, sequences: list[Sequence]) -> StepRecord:

@@ -70,6 +70,8 @@ class LatentStore:
         path [R, P] node of each accepted place, root first; counts [R] how many are real. All are read before any is
         written, so a path may overlap the places it moves to.
         """
+        if path.shape[1] == 1:
+            return  # roots alone are in place already
         target = scratch.nodes[:, : path.shape[1]]
         source = scratch.nodes.gather(1, path.clamp(min=0))
         live = torch.arange(path.shape[1], device=path.device) < counts.unsqueeze(-1)
