@@ -81,13 +81,22 @@ def late(comm: Comm, folder: Path) -> None:
     comm.barrier()
 
 
+def idle(comm: Comm, folder: Path) -> None:
+    """Rank 0 has nothing to say for longer than the timeout of a collective."""
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(4)
+    assert comm.broadcast("next" if comm.rank == 0 else None) == "next"
+    comm.barrier()
+
+
 def together(mode: str, folder: Path, world: int) -> int:
     """Modes in which the ranks connect."""
     from draftwood.parallel.comm import connect
 
     try:
         comm = connect(world)
-        {"collectives": collectives, "die": die, "late": late}[mode](comm, folder)
+        {"collectives": collectives, "die": die, "late": late, "idle": idle}[mode](comm, folder)
         comm.close()
     except DraftwoodError as error:
         print(f"draftwood test: {type(error).__name__}: {error}", file=sys.stderr)
@@ -98,7 +107,7 @@ def together(mode: str, folder: Path, world: int) -> int:
 
 def main() -> int:
     mode, folder = sys.argv[1], Path(sys.argv[2])
-    if mode in ("collectives", "die", "late"):
+    if mode in ("collectives", "die", "late", "idle"):
         return together(mode, folder, int(sys.argv[3] if len(sys.argv) > 3 else os.environ["WORLD_SIZE"]))
     return alone(mode, int(os.environ["RANK"]), folder)
 

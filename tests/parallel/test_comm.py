@@ -76,6 +76,7 @@ def test_one_rank_is_the_identity():
         ({}, "start with the draftwood command or torchrun"),
         ({"RANK": "0", "WORLD_SIZE": "4"}, "WORLD_SIZE=4 but --tp x --ep is 2"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is outside 0..1"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "DRAFTWOOD_RANK_TIMEOUT": "0"}, "DRAFTWOOD_RANK_TIMEOUT=0 is outside"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one'"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR or MASTER_PORT is not"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is outside"),
@@ -110,8 +111,9 @@ def run_pair(mode: str, folder: Path, timeout: int) -> list[tuple[int, str]]:
     ]
     try:
         text = pair[0].communicate(timeout=40)[1]
-        pair[1].terminate()
-        return [(pair[0].returncode, text), (pair[1].wait(), "")]
+        if pair[0].returncode:
+            pair[1].terminate()
+        return [(pair[0].returncode, text), (pair[1].wait(timeout=40), "")]
     finally:
         for p in pair:
             p.kill()
@@ -128,3 +130,8 @@ def test_a_peer_that_hangs_is_device_lost_after_the_timeout(tmp_path):
     (code, text), _ = run_pair("late", tmp_path, timeout=4)
     assert code == 1
     assert "DeviceLost: rank 1 did not answer rank 0 within 4 s" in text
+
+
+def test_an_idle_engine_may_wait_longer_than_a_collective(tmp_path):
+    (code, text), (other, _) = run_pair("idle", tmp_path, timeout=2)
+    assert (code, other) == (0, 0), text

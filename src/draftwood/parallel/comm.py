@@ -27,6 +27,7 @@ _HEADER = 8
 _FIRST = 8192
 """Bytes of an object's first message: its length and as much of it as fits; plans of a step fit."""
 _FOREVER = timedelta(days=365)
+_MOST_SECONDS = 7 * 24 * 3600
 _SUPERVISOR_GRACE = 10.0
 
 
@@ -204,7 +205,9 @@ def connect(world: int) -> Comm:
         raise ConfigError(f"WORLD_SIZE={size} but --tp x --ep is {world}; start {world} processes or change --tp and --ep")
     if not 0 <= rank < size:
         raise ConfigError(f"RANK={rank} is outside 0..{size - 1}; give each process its own rank below WORLD_SIZE")
-    timeout = env.read_int("DRAFTWOOD_RANK_TIMEOUT") or 600
+    timeout = env.read_int("DRAFTWOOD_RANK_TIMEOUT")
+    if timeout is None or not 1 <= timeout <= _MOST_SECONDS:
+        raise ConfigError(f"DRAFTWOOD_RANK_TIMEOUT={timeout} is outside 1..{_MOST_SECONDS} seconds; choose one in that range")
     address = env.read("MASTER_ADDR")
     store = _rendezvous(rank, size, address, timeout)
     try:
