@@ -1,0 +1,108 @@
+// What the stream, ring and staged kernels share: shapes, the chain of one output, and how a tile leaves.
+//
+// Macros: HIDDEN (multiple of 128), WIDTH (expert width of this rank, multiple of 128), TOPK (experts of a token);
+// GATE_UP defined: the gate_up part of a file, else its down part.
+//
+// THE CHAIN (law 1). Every output is one chain whatever the kernel: acc = 0; for each K group of 32, ascending:
+//   c = mma(k16 #1, mma(k16 #0, 0));  acc = fma(scale, c, acc).
+// A column of an mma never meets another column, so a token's bits cannot depend on the number of tokens, on its
+// neighbours, on its place in the expert's list or on the kernel that ran. K is never split: nothing is reduced.
+// The combine is v = 0; for slot 0..TOPK-1 whose weight is not 0: v = fma(weight, y, v); then v += shared.
+//
+// WEIGHTS (repack.py): W[expert][rows/16][K/64][lane][16 B]: 16 bytes a lane = one 16x64 tile in mma A-fragment order.
+// Lane (g = lane/4, q = lane%4), word j = 2h+s, k0 = 32h+8q+4s; nibble p = 0..3 of the low / high half word: p0 (row g,
+// k0 / k0+1), p1 (row g+8, same k), p2 (row g, k0+2 / +3), p3 (row g+8, k0+2 / +3). K is permuted inside groups of 32 so
+// that the B fragment of a token is one 16-byte load: x[32 b + 8 q .. +7].
+// Scales: S[expert][rows/16][K/64][g][4] bf16 = (row g, row g+8) of group 0, then of group 1.
+// gate_up tile t holds gate rows 8t..8t+7 as rows 0..7 and up rows 8t..8t+7 as rows 8..15: a lane's accumulators have gate
+// and up of the same element, so SwiGLU needs no exchange.
+//
+// LISTS (device memory, moe_route): jobs[j] = {expert of this rank, first, count, -}; pairs[first .. first+count) =
+// token*TOPK+slot. An expert with more tokens than the kernel's tile has several jobs. *njobs is read on the device; grids
+// are sized for the largest possible count and surplus blocks leave at once.
+#pragma once
+#include "../common.cuh"
+
+template <bool GU> struct Part {               // gate_up (true) or down
+  static constexpr int K = GU ? HIDDEN : WIDTH, ROWS = GU ? 2 * WIDTH : HIDDEN;
+  static constexpr int TILES = ROWS / 16, STEPS = K / 64;          // 16-row tiles of an expert, K64 steps of a row
+};
+static_assert(HIDDEN % 128 == 0 && WIDTH % 128 == 0, "shapes in multiples of 128");
+constexpr int TILE_BYTES = 512, SCALE_BYTES = 64;                  // of one 16x64 step
+
+#ifdef GATE_UP
+constexpr bool PART = true;
+typedef bf16 Out;                              // h[pair][WIDTH]
+#else
+constexpr bool PART = false;
+typedef float Out;                             // y[pair][HIDDEN]
+#endif
+
+__device__ __forceinline__ float swiglu(float g, float u) { return g / (1.f + __expf(-g)) * u; }
+
+// Half a step (one group of 32): two fragments already expanded, two scales, one token tile.
+__device__ __forceinline__ void add_group(float (&acc)[4], const u32 (&a0)[4], const u32 (&a1)[4], u32 scales, const uint4& x) {
+  float c[4];
+  mma_first(c, a0, x.x, x.y);
+  mma(c, a1, x.z, x.w);
+  const float s0 = low_float(scales), s1 = high_float(scales);
+  acc[0] = fmaf(s0, c[0], acc[0]); acc[1] = fmaf(s0, c[1], acc[1]);
+  acc[2] = fmaf(s1, c[2], acc[2]); acc[3] = fmaf(s1, c[3], acc[3]);
+}
+
+// One K64 step of two row tiles and NT token tiles, x from shared memory. x0, x1: this lane's address of token tile 0 for the
+// two groups of 32; a token tile is 1024 bytes.
+template <int NT>
+__device__ __forceinline__ void step64(float (&acc)[2][NT][4], const uint4 (&w)[2], const uint2 (&s)[2], u32 x0, u32 x1) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    u32 a0[4], a1[4], b0[4], b1[4];
+    int4_fragment(a0, h ? w[0].z : w[0].x); int4_fragment(b0, h ? w[1].z : w[1].x);
+    int4_fragment(a1, h ? w[0].w : w[0].y); int4_fragment(b1, h ? w[1].w : w[1].y);
+#pragma unroll
+    for (int t = 0; t < NT; t++) {
+      const uint4 x = shared_load16((h ? x1 : x0) + t * 1024);
+      add_group(acc[0][t], a0, a1, h ? s[0].y : s[0].x, x);
+      add_group(acc[1][t], b0, b1, h ? s[1].y : s[1].x, x);
+    }
+  }
+}
+
+template <int NT> __device__ __forceinline__ void clear(float (&acc)[2][NT][4]) {
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) acc[m][t][i] = 0.f;
+}
+
+// Two row tiles, from `tile` of the expert on, of the job's tokens: h = SwiGLU as bf16, or y as fp32.
+template <int NT>
+__device__ __forceinline__ void store_tiles(const float (&acc)[2][NT][4], const int* pairs, int count, int tile, Out* out) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+#pragma unroll
+  for (int t = 0; t < NT; t++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int i = t * 8 + 2 * q + e;
+      if (i < count) {
+        const long long pair = pairs[i];
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          const float v0 = acc[m][t][e], v1 = acc[m][t][2 + e];
+#ifdef GATE_UP
+          out[pair * WIDTH + (tile + m) * 8 + g] = __float2bfloat16(swiglu(v0, v1));
+#else
+          Out* y = out + pair * HIDDEN + (tile + m) * 16 + g;
+          y[0] = v0; y[8] = v1;
+#endif
+        }
+      }
+    }
+}
+
+// Where row `pair` of this part's input starts: the token's hidden state, or the pair's h.
+__device__ __forceinline__ const bf16* input_row(const bf16* x, int pair) {
+  return x + (long long)(PART ? pair / TOPK : pair) * Part<PART>::K;
+}

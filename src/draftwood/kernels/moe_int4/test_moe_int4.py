@@ -1,0 +1,306 @@
+"""Experts: fragment order against dense products, choice of kernels, compiled limits; on a GPU, the laws."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from draftwood.kernels import check, jit
+from draftwood.kernels.moe_int4 import op, ref, repack
+from draftwood.kernels.moe_route import ref as route_ref
+from draftwood.kernels.moe_route.op import Lists, most_jobs
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+K26, NANO = op.Shape(7168, 2048, 8), op.Shape(384, 128, 4)
+SHAPES = op.shapes()
+EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65)
+
+
+def _checkpoint(rows: int, inputs: int, experts: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(packed, scale, dense float64), packed by the format's words: code of input 8 i + n at bits 4 n of word i."""
+    make = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (experts, rows, inputs), generator=make)
+    words = (codes.view(experts, rows, -1, 8) << torch.arange(0, 32, 4)).sum(-1)
+    scale = (torch.rand(experts, rows, inputs // 32, generator=make) * 0.1).to(torch.bfloat16)
+    return words.to(torch.int32), scale, (codes - 8).double() * scale.double().repeat_interleave(32, -1)
+
+
+def _experts(hidden: int, width: int, count: int) -> tuple[repack.Packed, list[torch.Tensor]]:
+    parts = [_checkpoint(r, k, count, i) for i, (r, k) in enumerate(((width, hidden), (width, hidden), (hidden, width)))]
+    return repack.repack(*itertools.chain.from_iterable(p[:2] for p in parts)), [p[2] for p in parts]
+
+
+@pytest.mark.parametrize("width", [128, 96, 256])
+def test_repacking_keeps_every_weight_and_pads_with_nothing(width: int) -> None:
+    weights, (gate, up, down) = _experts(256, width, 2)
+    assert weights.width % 128 == 0 and weights.hidden == 256 and weights.experts == 2
+    for e in range(2):
+        got = repack.expert(weights, e)
+        assert torch.equal(got[0][:width], gate[e]) and torch.equal(got[1][:width], up[e]) and torch.equal(got[2][:, :width], down[e])
+        assert not got[0][width:].any() and not got[1][width:].any() and not got[2][:, width:].any()
+
+
+def _fragments(packed: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """One 16-row tile [S, 32, 4], [S, 8, 4] times x [8, 64 S], as the warps do it: -> [16, 8] float32.
+
+    Registers as moe.cuh's header says (nibble p of word 2 h + s is A register p), lanes as the mma instruction says.
+    """
+    acc = torch.zeros(16, 8)
+    lane = torch.arange(32)
+    g, q = lane // 4, lane % 4
+    for step, h in itertools.product(range(packed.shape[0]), range(2)):
+        group = torch.zeros(16, 8)
+        chunk = x.view(8, -1, 2, 4, 8)[g, step, h, q]                    # a lane's 16 bytes: 8 values of token g
+        for s in range(2):
+            a, b = torch.zeros(16, 16), torch.zeros(16, 8)
+            word = packed[step, :, 2 * h + s].long()
+            for p, half in itertools.product(range(4), range(2)):
+                a[g + 8 * (p % 2), 2 * q + 8 * (p // 2) + half] = (((word >> (4 * p + 16 * half)) & 15) - 8).float()
+            for register, half in itertools.product(range(2), range(2)):
+                b[2 * q + 8 * register + half, g] = chunk[lane, 4 * s + 2 * register + half]
+            group += a @ b
+        rows = scale[step].float().view(8, 2, 2)                         # g, group, half
+        acc += torch.cat((rows[:, h, 0], rows[:, h, 1]))[:, None] * group
+    return acc
+
+
+def test_fragment_order_and_chain_give_the_dense_product() -> None:
+    weights, (gate, up, down) = _experts(256, 128, 1)
+    x = torch.randn(8, 256).to(torch.bfloat16).float()
+    for tile in (0, 3, 15):
+        acc = _fragments(weights.gate_up[0, tile], weights.gate_up_scale[0, tile], x)
+        rows = slice(8 * tile, 8 * tile + 8)
+        want = torch.cat((gate[0][rows], up[0][rows])) @ x.double().T
+        assert (acc - want).abs().max() < 1e-4
+    h = torch.randn(8, 128).to(torch.bfloat16).float()
+    acc = _fragments(weights.down[0, 5], weights.down_scale[0, 5], h)
+    assert (acc - down[0][80:96] @ h.double().T).abs().max() < 1e-4
+
+
+def test_reference_is_the_sum_over_held_experts_by_weight() -> None:
+    torch.manual_seed(0)
+    dense = [(torch.randn(4, 6).double(), torch.randn(4, 6).double(), torch.randn(6, 4).double()) for _ in range(3)]
+    x, shared = torch.randn(2, 6).double(), torch.randn(2, 6).double()
+    chosen, weights = torch.tensor([[0, 4], [3, 2]]), torch.rand(2, 2)
+    got = ref.experts(x, lambda e: dense[e], chosen, weights, 2, 3, shared)
+    for t, slots in enumerate([[(1, 2)], [(0, 1), (1, 0)]]):
+        want = shared[t].clone()
+        for slot, e in slots:
+            gate, up, down = dense[e]
+            a = gate @ x[t]
+            want += weights[t, slot].double() * (down @ (a / (1 + torch.exp(-a)) * (up @ x[t])).to(torch.bfloat16).double())
+        assert torch.allclose(got[t], want)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_bucket_has_forms_that_fit(shape: op.Shape) -> None:
+    for experts, rows in itertools.product((16, 48, 384), (*EDGES, 128, 512, 1024)):
+        plan = op.choose(shape, rows, experts)
+        for part, name in (("gate_up", plan.gate_up), ("down", plan.down)):
+            assert all(forms[name].fits(shape, part) for forms in op.FORMS.values())
+        assert plan.tile % 8 == 0 and (plan.down != "stream" or rows <= op.STREAM_DOWN_ROWS)
+
+
+def test_forms_of_every_architecture_take_the_same_jobs() -> None:
+    for forms in op.FORMS.values():
+        assert {n: (f.file, f.tokens, f.warps) for n, f in forms.items()} == {
+            n: (f.file, f.tokens, f.warps) for n, f in op.HOPPER.items()
+        }
+
+
+def test_bad_shapes_are_one_line() -> None:
+    with pytest.raises(ValueError, match="hidden 7000 and width 2048"):
+        op.Shape(7000, 2048, 8)
+    with pytest.raises(ValueError, match="hidden size 200"):
+        repack.empty(1, 200, 128, "cpu")
+
+
+@pytest.mark.parametrize("arch", jit.ARCHS)
+@pytest.mark.parametrize("shape", [K26, pytest.param(NANO, marks=pytest.mark.slow)], ids=["k2.6", "nano"])
+def test_all_variants_compile_within_limits(arch: str, shape: op.Shape) -> None:
+    for variant in op.variants([shape]):
+        if arch in variant.archs:
+            check.check("moe_int4", variant, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", jit.ARCHS)
+@pytest.mark.parametrize("width", [1024, 512, 256])
+def test_all_variants_of_slices_compile_within_limits(arch: str, width: int) -> None:
+    for variant in op.variants([op.Shape(7168, width, 8)]):
+        if arch in variant.archs:
+            check.check("moe_int4", variant, arch)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+NAN = float("nan")
+
+
+def random_experts(shape: op.Shape, count: int, seed: int = 0) -> repack.Packed:
+    """Random codes and scales straight in fragment order, on the device."""
+    weights = repack.empty(count, shape.hidden, shape.width, "cuda")
+    make = torch.Generator("cuda").manual_seed(seed)
+    for codes, scales in ((weights.gate_up, weights.gate_up_scale), (weights.down, weights.down_scale)):
+        for e in range(count):
+            codes[e].random_(-(2**31), 2**31 - 1, generator=make)
+            scales[e].copy_(torch.rand(scales[e].shape, device="cuda", generator=make) * 0.01)
+    return weights
+
+
+def host_lists(chosen: torch.Tensor, weights: torch.Tensor, first: int, held: int, tile: int) -> Lists:
+    """Lists as the router would write them, built on the host; capacity filled with values that would crash if read."""
+    n, k = chosen.shape
+    pairs, jobs = route_ref.lists(chosen.tolist(), first, held, tile)
+    most = most_jobs(n, k, held, tile)
+    pad = [2**30] * (n * k - len(pairs))
+    ints = functools.partial(torch.tensor, dtype=torch.int32, device="cuda")
+    return Lists(
+        n, first, held,
+        experts=chosen.int(), weights=route_ref.held_weights(chosen, weights, first, held),
+        pairs=ints(pairs + pad), jobs=ints(jobs + [(2**30, 2**30, 8, 0)] * (most - len(jobs))), njobs=ints([len(jobs)]),
+        partial=torch.empty(0),
+    )  # fmt: skip
+
+
+class Batch:
+    """Rows `pick` of a pool of rows with their choices; runs any plan with poisoned buffers."""
+
+    def __init__(self, shape: op.Shape, experts: int, rows: int = 1024, seed: int = 1, total: int | None = None) -> None:
+        make = torch.Generator("cuda").manual_seed(seed)
+        self.shape, self.experts = shape, experts
+        self.x = torch.randn(rows, shape.hidden, device="cuda", generator=make).to(torch.bfloat16)
+        self.shared = torch.randn(rows, shape.hidden, device="cuda", generator=make).to(torch.bfloat16)
+        ranks = torch.rand(rows, total or experts, device="cuda", generator=make)
+        self.chosen = ranks.argsort(-1)[:, : shape.topk].contiguous()
+        self.weights = torch.rand(rows, shape.topk, device="cuda", generator=make) + 0.01
+
+    def run(
+        self, packed: repack.Packed, pick: torch.Tensor, plan: op.Plan, first: int = 0, live: int | None = None, shared: bool = True
+    ) -> tuple[torch.Tensor, op.Workspace]:
+        n = len(pick)
+        count = n if live is None else live
+        lists = host_lists(self.chosen[pick[:count]], self.weights[pick[:count]], first, packed.experts, plan.tile)
+        if count < n:
+            lists = grow(lists, n, self.shape.topk, plan.tile)
+        out = torch.full((n, self.shape.hidden), NAN, device="cuda", dtype=torch.bfloat16)
+        work = op.workspace(self.shape, n, "cuda")
+        work.h.fill_(NAN)
+        work.y.fill_(NAN)
+        rows = torch.tensor([count], dtype=torch.int32, device="cuda")
+        op.moe_int4(self.x[pick], packed, lists, rows, self.shared[pick] if shared else None, out, work, plan)
+        torch.cuda.synchronize()
+        return out, work
+
+
+def grow(lists: Lists, rows: int, topk: int, tile: int) -> Lists:
+    """The same lists with the capacity of more rows."""
+    most = most_jobs(rows, topk, lists.held, tile)
+    wide = {"experts": (rows, topk), "weights": (rows, topk), "pairs": (rows * topk,), "jobs": (most, 4)}
+    for name, size in wide.items():
+        old = getattr(lists, name)
+        new = torch.full(size, NAN if old.is_floating_point() else 2**30, dtype=old.dtype, device="cuda")
+        new[: len(old)] = old
+        setattr(lists, name, new)
+    lists.rows = rows
+    return lists
+
+
+def plans(shape: op.Shape, rows: int) -> list[op.Plan]:
+    """Every pair of equal forms, and the mixed ones that `choose` makes."""
+    fits = [n for n, f in op.HOPPER.items() if all(f.fits(shape, p) for p in ("gate_up", "down"))]
+    found = [op.Plan(n, n) for n in fits if n != "stream" or rows <= op.STREAM_DOWN_ROWS]
+    found += [op.Plan("stream", n) for n in ("thin", "wide") if n in fits]
+    return found + [op.choose(shape, rows, e) for e in (384, 48, 16)]
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_form_gives_a_row_the_bits_it_has_alone(shape: op.Shape) -> None:
+    held = 16 if shape == NANO else 48
+    packed, batch = random_experts(shape, held), Batch(shape, held)
+    alone = op.Plan("stream", "stream")
+    probes = torch.tensor([0, 5, 11], device="cuda")
+    base = {int(p): batch.run(packed, p[None], alone)[0][0] for p in probes}
+    for rows in (*EDGES[1:], 128, 512, 1024):
+        rest = torch.randperm(1000, device="cuda")[: max(rows - 3, 0)] + 24
+        pick = torch.cat((probes, rest))[:rows]
+        pick = pick[torch.randperm(rows, device="cuda")]
+        for plan in dict.fromkeys(plans(shape, rows)):
+            out, _ = batch.run(packed, pick, plan)
+            assert not out.isnan().any(), (rows, plan)
+            for i, p in enumerate(pick.tolist()):
+                assert p not in base or torch.equal(out[i], base[p]), (rows, plan, i)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 9, 65])
+def test_result_matches_float64(shape: op.Shape, rows: int) -> None:
+    held, total = (8, 16) if shape == NANO else (48, 384)
+    packed, batch = random_experts(shape, held), Batch(shape, held, rows=rows, total=total)
+    if rows == 1:
+        batch.chosen[0] = torch.arange(shape.topk, device="cuda") * 3 % total
+    for first in (0, total - held):
+        out, work = batch.run(packed, torch.arange(rows, device="cuda"), op.choose(shape, rows, total), first)
+        for t in range(0, rows, 4):
+            one = slice(t, t + 1)
+            dense = functools.lru_cache(None)(lambda e: repack.expert(packed, e))
+            want = ref.experts(batch.x[one], dense, batch.chosen[one], batch.weights[one], first, held, batch.shared[one])[0]
+            error = (out[t].double() - want).abs().max() / want.abs().max()
+            assert error < 6e-3, (t, first)
+
+
+@gpu
+@needs_gpu
+def test_last_expert_of_384_lies_past_two_to_the_31() -> None:
+    packed, batch = random_experts(K26, 384), Batch(K26, 384, rows=2)
+    batch.chosen[0] = torch.arange(376, 384, device="cuda")
+    want = ref.experts(batch.x[:1], lambda e: repack.expert(packed, e), batch.chosen[:1], batch.weights[:1], 0, 384, batch.shared[:1])[0]
+    for plan in plans(K26, 1):
+        out, _ = batch.run(packed, torch.arange(1, device="cuda"), plan)
+        assert (out[0].double() - want).abs().max() / want.abs().max() < 6e-3, plan
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", [op.Shape(7168, 256, 8), NANO], ids=str)
+def test_padding_rows_and_other_ranks_leave_nothing(shape: op.Shape) -> None:
+    total = 16 if shape == NANO else 48
+    packed, batch = random_experts(shape, total // 2), Batch(shape, total // 2, rows=64, total=total)
+    for rows, live in ((4, 2), (4, 0), (33, 20), (64, 63)):
+        pick = torch.arange(rows, device="cuda")
+        for plan in dict.fromkeys(plans(shape, rows)):
+            out, _ = batch.run(packed, pick, plan, first=total // 4, live=live, shared=False)
+            assert out[live:].isnan().all() and not out[:live].isnan().any(), (rows, live, plan)
+            if live:
+                full, _ = batch.run(packed, pick[:live], plan, first=total // 4, shared=False)
+                assert torch.equal(out[:live], full)
+    batch.chosen[0] = torch.arange(shape.topk, device="cuda")
+    with_shared, _ = batch.run(packed, torch.arange(1, device="cuda"), op.choose(shape, 1, total), first=total // 2)
+    assert torch.equal(with_shared[0], batch.shared[0])
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 33, 128])
+def test_graph_replays_are_bitwise_equal(rows: int) -> None:
+    shape = op.Shape(7168, 256, 8)
+    packed, batch = random_experts(shape, 48), Batch(shape, 48)
+    pick, plan = torch.arange(rows, device="cuda"), op.choose(shape, rows, 48)
+    first, _ = batch.run(packed, pick, plan)
+    lists = host_lists(batch.chosen[:rows], batch.weights[:rows], 0, 48, plan.tile)
+    live, work = torch.tensor([rows], dtype=torch.int32, device="cuda"), op.workspace(shape, rows, "cuda")
+    out, x, shared = torch.zeros_like(first), batch.x[:rows], batch.shared[:rows]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op.moe_int4(x, packed, lists, live, shared, out, work, plan)
+    for _ in range(20):
+        out.zero_()
+        for _ in range(50):
+            graph.replay()
+        assert torch.equal(out, first)

@@ -1,0 +1,19 @@
+// The kernels around ring_tile (ring.cu, staged.cu). Grid (rows / (32*WARPS), most jobs): the jobs of one expert run side by
+// side, so its weights come from DRAM once.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+ENTRY(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __restrict__ x, const int4* __restrict__ jobs,
+      const int* __restrict__ njobs, const int* __restrict__ pairs, Out* __restrict__ out) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  const u32 sm = shared_address(smem);
+  pdl_wait();
+  pdl_go();
+  if ((int)blockIdx.y >= *njobs) return;
+  const int4 job = jobs[blockIdx.y];
+  const int tile = blockIdx.x * (2 * WARPS), count = job.z;
+  pairs += job.y;
+  switch ((count + 7) >> 3) {
+#define RUN(N) case N: if constexpr (N <= TOKENS) ring_tile<N>(sm, W, S, x, pairs, count, job.x, tile, out); break;
+    RUN(1) RUN(2) RUN(3) RUN(4) RUN(5) RUN(6) RUN(7) RUN(8)
+#undef RUN
+  }
+}

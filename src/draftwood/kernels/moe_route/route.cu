@@ -1,0 +1,225 @@
+// Router of an MoE layer: scores = x W^T, sigmoid, biased choice of TOPK experts, weights, and the lists of the grouped GEMMs.
+//
+//   scores        partial[seg][row][expert]: grid (EXPERTS/16, SEGMENTS, row blocks); a warp owns 16 experts x 128 of K
+//   choose        8 rows a block: experts[row][slot], weights[row][slot]
+//   lists         one block: pairs, jobs, njobs
+//   choose_lists  one block for at most 16 rows: choose and lists in one launch
+//
+// LAW 1. A score is, for each 128 of K, one chain of mma from 0 (K ascending; the bf16 parts of W in order); the WARPS chains of
+// a segment are added in order, then the segments in order. Nothing depends on the number of rows or on other rows. Ties go to
+// the lowest id. Bit masks are set with atomicOr: their result has no order.
+//
+// Macros: HIDDEN, EXPERTS (multiple of 16), TOPK, PARTS (1: W is bf16; 3: W is fp32, cut into three bf16 that sum to it exactly),
+// WARPS (HIDDEN is a multiple of 128*WARPS); one of SCORES, CHOOSE, LISTS, CHOOSE_LISTS.
+// W[part][EXPERTS/16][HIDDEN/16][lane][16 B]: mma A fragments; step 2b+s, lane (g, q): k0 = 32b+8q+4s, registers (row g, k0..+1),
+// (row g+8, same), (row g, k0+2..+3), (row g+8, same): so 16 bytes x[32b+8q .. +7] of a row are the B fragments of two steps.
+// Rows from *live on are padding: they get no pairs, and their experts and weights are not written.
+#include "../common.cuh"
+
+constexpr int SEGMENT = 128 * WARPS, SEGMENTS = HIDDEN / SEGMENT;
+static_assert(HIDDEN % SEGMENT == 0 && EXPERTS % 16 == 0 && EXPERTS <= 1024 && TOPK <= 32 && TOPK <= EXPERTS, "shape");
+
+#ifdef SCORES
+// row_block: rows of a block, a multiple of 8. partial: [SEGMENTS][rows][EXPERTS].
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+scores(const uint4* __restrict__ W, const bf16* __restrict__ x, const int* __restrict__ live, float* __restrict__ partial,
+       int rows, int row_block) {
+  constexpr int STEPS = 8;                     // of 16 K: a warp's 128
+  __shared__ float sums[2][WARPS][8][17];      // [row][expert]; 17: the writes of a quad spread over the banks
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3, seg = blockIdx.y;
+  const int k = seg * SEGMENT + warp * 128;
+  u32 a[PARTS][STEPS][4];
+#pragma unroll
+  for (int p = 0; p < PARTS; p++)
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {          // weights never change: they travel while the previous kernel ends
+      const uint4 v = load16_once(W + ((long long)(p * (EXPERTS / 16) + blockIdx.x) * (HIDDEN / 16) + k / 16 + i) * 32 + lane);
+      a[p][i][0] = v.x; a[p][i][1] = v.y; a[p][i][2] = v.z; a[p][i][3] = v.w;
+    }
+  pdl_wait();
+  pdl_go();
+  const int n = min(rows, *live), from = blockIdx.z * row_block, to = min(n, from + row_block);
+  if (from >= to) return;
+  uint4 next[4];
+  auto fetch = [&](int row) {                  // rows past the last are computed again and not written
+    const bf16* at = x + (long long)min(row + g, n - 1) * HIDDEN + k + q * 8;
+#pragma unroll
+    for (int b = 0; b < 4; b++) next[b] = load16(at + b * 32);
+  };
+  fetch(from);
+  int buffer = 0;
+#pragma unroll 1
+  for (int row = from; row < to; row += 8, buffer ^= 1) {
+    uint4 b[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) b[i] = next[i];
+    if (row + 8 < to) fetch(row + 8);
+    float acc[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int s = 0; s < 2; s++)
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) mma(acc, a[p][2 * i + s], s ? b[i].z : b[i].x, s ? b[i].w : b[i].y);
+    float (*sum)[17] = sums[buffer][warp];
+    sum[2 * q][g] = acc[0]; sum[2 * q + 1][g] = acc[1]; sum[2 * q][g + 8] = acc[2]; sum[2 * q + 1][g + 8] = acc[3];
+    __syncthreads();                           // two buffers: the next round writes the other one
+    for (int i = tid; i < 128; i += 32 * WARPS) {
+      const int r = i >> 4, e = i & 15;
+      float v = sums[buffer][0][r][e];
+#pragma unroll
+      for (int w = 1; w < WARPS; w++) v += sums[buffer][w][r][e];
+      if (row + r < to) partial[((long long)seg * rows + row + r) * EXPERTS + blockIdx.x * 16 + e] = v;
+    }
+  }
+}
+#endif
+
+#if defined(CHOOSE) || defined(CHOOSE_LISTS)
+// Rows from .. to-1 of the block, at most ROWS: score[row][expert] in shared memory, then a warp a row chooses.
+// Raw weights go out for the experts first .. first+held-1, exactly 0 for those of other ranks.
+__device__ __forceinline__ void choose_rows(float* score, const float* partial, const float* bias, int rows, int from, int to,
+                                            int first, int held, float scale, int* experts, float* weights, int* chosen) {
+  const int tid = threadIdx.x, lane = tid & 31;
+  for (int i = tid; i < (to - from) * EXPERTS; i += blockDim.x) {
+    const float* at = partial + (long long)from * EXPERTS + i;
+    float v = at[0];
+#pragma unroll
+    for (int s = 1; s < SEGMENTS; s++) v += at[(long long)s * rows * EXPERTS];
+    score[i] = 1.f / (1.f + expf(-v));
+  }
+  __syncthreads();
+  for (int row = from + (tid >> 5); row < to; row += blockDim.x >> 5) {
+    constexpr int MINE = (EXPERTS + 31) / 32;  // experts of a lane: lane, lane + 32, ...
+    const float* s = score + (row - from) * EXPERTS;
+    u64 key[MINE];
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+      const int e = lane + 32 * i;
+      key[i] = e < EXPERTS ? choice_key(s[e] + bias[e], e) : 0;    // 0 is below every key of an expert
+    }
+    u32 mine = 0;                              // the choice of slot `lane`
+#pragma unroll 1
+    for (int k = 0; k < TOPK; k++) {
+      u64 best = 0;
+#pragma unroll
+      for (int i = 0; i < MINE; i++) best = key[i] > best ? key[i] : best;
+      best = warp_max(best);
+#pragma unroll
+      for (int i = 0; i < MINE; i++) if (key[i] == best) key[i] = 0;
+      if (lane == k) mine = choice_id(best);
+    }
+    const float w = lane < TOPK ? s[mine] : 0.f;
+    float total = 0.f;
+#pragma unroll
+    for (int k = 0; k < TOPK; k++) total += __shfl_sync(ALL_LANES, w, k);
+    if (lane < TOPK) {
+      const bool here = mine - (u32)first < (u32)held;
+      experts[row * TOPK + lane] = mine;
+      weights[row * TOPK + lane] = here ? w / (total + 1e-20f) * scale : 0.f;
+      if (chosen) chosen[(row - from) * TOPK + lane] = mine;
+    }
+  }
+}
+#endif
+
+#if defined(LISTS) || defined(CHOOSE_LISTS)
+// One block: pairs grouped by expert (ascending, then by row), jobs of at most `tile` pairs balanced in multiples of 8.
+// mask: [held][words] bits of the rows that chose an expert; at: [held + 33].
+__device__ __forceinline__ void make_lists(u32* mask, u32* at, const int* chosen, int n, int words, int first, int held, int tile,
+                                           int* pairs, int4* jobs, int* njobs) {
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  for (int i = tid; i < held * words; i += blockDim.x) mask[i] = 0;
+  __syncthreads();
+  for (int p = tid; p < n * TOPK; p += blockDim.x) {
+    const u32 e = chosen[p] - first, t = p / TOPK;
+    if (e < (u32)held) atomicOr(&mask[e * words + (t >> 5)], 1u << (t & 31));
+  }
+  __syncthreads();
+  // thread e: expert e. Exclusive prefix over experts of (pairs << 16 | jobs): at most 32768 pairs and 4096 jobs.
+  int count = 0, size = 8, cut = 0;
+  if (tid < held) {
+    for (int w = 0; w < words; w++) count += __popc(mask[tid * words + w]);
+    if (count) {
+      const int least = (count + tile - 1) / tile;
+      size = ((count + 7) / 8 + least - 1) / least * 8;
+      cut = (count + size - 1) / size;
+    }
+  }
+  const u32 own = (u32)count << 16 | (u32)cut;
+  u32 sum = own;
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) {
+    const u32 o = __shfl_up_sync(ALL_LANES, sum, d);
+    if (lane >= d) sum += o;
+  }
+  if (lane == 31) at[held + warp] = sum;
+  __syncthreads();
+  u32 before = 0, all = 0;
+  for (int w = 0; w < (int)(blockDim.x >> 5); w++) {
+    if (w == warp) before = all;
+    all += at[held + w];
+  }
+  const u32 start = before + sum - own;
+  if (tid < held) {
+    at[tid] = start >> 16;
+    for (int j = 0; j < cut; j++)
+      jobs[(start & 0xffff) + j] = make_int4(tid, (start >> 16) + j * size, min(size, count - j * size), 0);
+  }
+  if (tid == 0) *njobs = all & 0xffff;
+  __syncthreads();
+  for (int p = tid; p < n * TOPK; p += blockDim.x) {
+    const u32 e = chosen[p] - first, t = p / TOPK;
+    if (e < (u32)held) {
+      const u32* m = mask + e * words;
+      int rank = __popc(m[t >> 5] & ((1u << (t & 31)) - 1));
+      for (u32 w = 0; w < t >> 5; w++) rank += __popc(m[w]);
+      pairs[at[e] + rank] = p;
+    }
+  }
+}
+#endif
+
+#ifdef CHOOSE
+// Grid ceil(rows / 8), 256 threads.
+extern "C" __global__ void __launch_bounds__(256)
+choose(const float* __restrict__ partial, const float* __restrict__ bias, const int* __restrict__ live, int* __restrict__ experts,
+       float* __restrict__ weights, int rows, int first, int held, float scale) {
+  __shared__ float score[8 * EXPERTS];
+  pdl_wait();
+  pdl_go();
+  const int n = min(rows, *live), from = blockIdx.x * 8, to = min(n, from + 8);
+  if (from < to) choose_rows(score, partial, bias, rows, from, to, first, held, scale, experts, weights, nullptr);
+}
+#endif
+
+#ifdef LISTS
+// One block of 1024 threads. Dynamic shared memory: 4 * (held * ceil(rows / 32) + held + 33) bytes.
+extern "C" __global__ void __launch_bounds__(1024)
+lists(const int* __restrict__ experts, const int* __restrict__ live, int* __restrict__ pairs, int4* __restrict__ jobs,
+      int* __restrict__ njobs, int rows, int first, int held, int tile) {
+  extern __shared__ __align__(16) u32 space[];
+  pdl_wait();
+  pdl_go();
+  const int n = min(rows, *live), words = (rows + 31) / 32;
+  make_lists(space, space + held * words, experts, n, words, first, held, tile, pairs, jobs, njobs);
+}
+#endif
+
+#ifdef CHOOSE_LISTS
+// One block of 1024 threads, at most 16 rows.
+extern "C" __global__ void __launch_bounds__(1024)
+choose_lists(const float* __restrict__ partial, const float* __restrict__ bias, const int* __restrict__ live,
+             int* __restrict__ experts, float* __restrict__ weights, int* __restrict__ pairs, int4* __restrict__ jobs,
+             int* __restrict__ njobs, int rows, int first, int held, float scale, int tile) {
+  __shared__ float score[16 * EXPERTS];
+  __shared__ u32 mask[EXPERTS], at[EXPERTS + 33];
+  __shared__ int chosen[16 * TOPK];
+  pdl_wait();
+  pdl_go();
+  const int n = min(rows, *live);
+  choose_rows(score, partial, bias, rows, 0, n, first, held, scale, experts, weights, chosen);
+  __syncthreads();
+  make_lists(mask, at, chosen, n, 1, first, held, tile, pairs, jobs, njobs);
+}
+#endif
