@@ -1,0 +1,4 @@
+"""Latent attention of draft trees over pages: `op.MlaAttention` on a CUDA device, `ref.attend` anywhere.
+
+Kernels: plan.cu (once per step), attend.cu and combine.cu (once per layer). layout.cuh states what a result's bits depend on.
+"""

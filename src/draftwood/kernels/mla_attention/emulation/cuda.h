@@ -1,0 +1,202 @@
+// A block of threads as fibers on one CPU thread, and the few CUDA pieces the kernels of this folder use. It checks indices, fold
+// order, reuse of shared memory and barriers; sums inside mma are formed in double, so bits are not a GPU's.
+// layout.cuh takes it in place of ../common.cuh when EMULATION is defined.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __shared__ static
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+using std::max;
+using std::min;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct dim3 { int x, y, z; };
+static dim3 threadIdx, blockIdx, blockDim, gridDim;
+constexpr u32 ALL_LANES = 0xffffffffu;
+
+struct bf16 { uint16_t bits; };
+typedef bf16 __nv_bfloat16;
+struct __nv_bfloat162 { bf16 x, y; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct uint2 { u32 x, y; };
+inline float2 make_float2(float a, float b) { return {a, b}; }
+inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
+inline float from_bits(u32 u) { float f; memcpy(&f, &u, 4); return f; }
+inline float __int_as_float(int i) { return from_bits((u32)i); }
+inline float widen(uint16_t v) { return from_bits((u32)v << 16); }
+inline float __bfloat162float(bf16 b) { return widen(b.bits); }
+inline bf16 __float2bfloat16_rn(float f) {
+  u32 u;
+  memcpy(&u, &f, 4);
+  if (f != f) return {0x7fff};
+  return {(uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
+}
+inline u32 pack_bf16(float low, float high) { return __float2bfloat16_rn(low).bits | (u32)__float2bfloat16_rn(high).bits << 16; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float ex2(float x) { return exp2f(x); }
+inline float __frcp_rn(float a) { return 1.f / a; }
+inline int __popcll(u64 v) { return __builtin_popcountll(v); }
+template <class T> inline T __ldcs(const T* p) { return *p; }
+
+constexpr int SHARED_LIMIT = 232448;
+alignas(128) static unsigned char raw[SHARED_LIMIT];
+inline u32 shared_address(const void* p) {
+  const long d = (const unsigned char*)p - raw;
+  if (d < 0 || d >= SHARED_LIMIT) { fprintf(stderr, "not an address in shared memory\n"); abort(); }
+  return (u32)d;
+}
+
+// ---- fibers: every thread runs until it waits; barriers count arrivals
+struct Fiber { ucontext_t context; std::vector<char> stack; bool done; };
+static std::vector<Fiber> fibers;
+static ucontext_t scheduler;
+static int current;
+static std::function<void()> body;
+struct Barrier { int count; unsigned generation; };
+static Barrier block_barrier, named_barriers[17], warp_barriers[32];
+inline void wait_for(Barrier& b, int n) {
+  const unsigned g = b.generation;
+  if (++b.count == n) { b.count = 0; b.generation++; return; }
+  while (b.generation == g) swapcontext(&fibers[current].context, &scheduler);
+}
+inline void __syncthreads() { wait_for(block_barrier, blockDim.x * blockDim.y); }
+inline void pair_barrier(int id) { wait_for(named_barriers[id], 64); }
+inline void __syncwarp() { wait_for(warp_barriers[current >> 5], 32); }
+inline void pdl_wait() {}
+inline void pdl_go() {}
+
+// ---- what lanes of a warp show each other
+static u64 boxes[32][32][6];
+inline u64 (*box_of_warp())[6] { return boxes[current >> 5]; }
+template <class T> T from_lane(T v, int lane) {
+  static_assert(sizeof(T) <= 8, "one word");
+  memcpy(&box_of_warp()[current & 31][0], &v, sizeof(T));
+  __syncwarp();
+  T r;
+  memcpy(&r, &box_of_warp()[lane][0], sizeof(T));
+  __syncwarp();
+  return r;
+}
+template <class T> T __shfl_sync(u32, T v, int lane) { return from_lane(v, lane); }
+template <class T> T __shfl_xor_sync(u32, T v, int d) { return from_lane(v, (current & 31) ^ d); }
+template <class T> T __shfl_up_sync(u32, T v, int d) { const int l = current & 31; return from_lane(v, l < d ? l : l - d); }
+inline bool __all_sync(u32, bool v) {
+  bool all = true;
+  for (int i = 0; i < 32; i++) all = from_lane((int)v, i) && all;
+  return all;
+}
+
+// ---- asynchronous copies arrive either at once or as late as allowed (DEFER in the environment)
+struct Copy { u32 to; const void* from; bool on; };
+static const bool defer_copies = getenv("DEFER") != nullptr;
+static std::vector<Copy> waiting[512];
+inline void arrive(const Copy& c) { if (c.on) memcpy(raw + c.to, c.from, 16); else memset(raw + c.to, 0, 16); }
+inline void copy16_or_zero(bool on, u32 to, const void* from) {
+  shared_address(raw + to + 15);
+  if (defer_copies) waiting[current].push_back({to, from, on}); else arrive({to, from, on});
+}
+inline void copy16(u32 to, const void* from) { copy16_or_zero(true, to, from); }
+inline void copy_commit() {}
+template <int N> void copy_wait() {
+  static_assert(N == 0, "only waiting for all is emulated");
+  for (const Copy& c : waiting[current]) arrive(c);
+  waiting[current].clear();
+}
+
+// ---- matrix pieces
+inline void ldmatrix(u32 (&r)[4], u32 a, bool trans) {
+  if (a % 16) { fprintf(stderr, "ldmatrix: address not a multiple of 16\n"); abort(); }
+  const int l = current & 31;
+  box_of_warp()[l][0] = a;
+  __syncwarp();
+  for (int m = 0; m < 4; m++) {
+    uint16_t v[2];
+    for (int e = 0; e < 2; e++) {
+      const int row = trans ? l % 4 * 2 + e : l / 4, column = trans ? l / 4 : l % 4 * 2 + e;
+      memcpy(&v[e], raw + box_of_warp()[m * 8 + row][0] + column * 2, 2);
+    }
+    r[m] = v[0] | (u32)v[1] << 16;
+  }
+  __syncwarp();
+}
+inline void ldmatrix4(u32 (&r)[4], u32 a) { ldmatrix(r, a, false); }
+inline void ldmatrix4_trans(u32 (&r)[4], u32 a) { ldmatrix(r, a, true); }
+inline void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  const int l = current & 31, g = l / 4, q = l % 4;
+  auto x = box_of_warp();
+  for (int i = 0; i < 4; i++) x[l][i] = a[i];
+  x[l][4] = b0;
+  x[l][5] = b1;
+  __syncwarp();
+  auto half = [](u64 v, int e) { return widen((uint16_t)(e ? v >> 16 : v)); };
+  for (int i = 0; i < 4; i++) {
+    double s = 0;
+    for (int k = 0; k < 16; k++) {
+      const int lane = (k & 7) / 2, high = k >> 3;
+      s += (double)half(x[g * 4 + lane][high * 2 + (i >> 1)], k & 1) * half(x[(q * 2 + (i & 1)) * 4 + lane][4 + high], k & 1);
+    }
+    d[i] = (float)(d[i] + s);
+  }
+  __syncwarp();
+}
+
+inline void fiber_main() {
+  body();
+  fibers[current].done = true;
+  swapcontext(&fibers[current].context, &scheduler);
+}
+// Run one block; shared memory starts as NaN.
+inline void run_block(dim3 block, std::function<void()> f) {
+  const int n = block.x * block.y;
+  body = f;
+  blockDim = block;
+  if ((int)fibers.size() < n) {
+    fibers.resize(n);
+    for (auto& x : fibers) x.stack.resize(1 << 17);
+  }
+  block_barrier = {};
+  for (auto& b : named_barriers) b = {};
+  for (auto& b : warp_barriers) b = {};
+  for (auto& w : waiting) w.clear();
+  memset(raw, 0xff, sizeof raw);
+  for (int i = 0; i < n; i++) {
+    getcontext(&fibers[i].context);
+    fibers[i].context.uc_stack.ss_sp = fibers[i].stack.data();
+    fibers[i].context.uc_stack.ss_size = fibers[i].stack.size();
+    fibers[i].context.uc_link = nullptr;
+    fibers[i].done = false;
+    makecontext(&fibers[i].context, fiber_main, 0);
+  }
+  for (bool any = true; any;) {
+    any = false;
+    for (int i = 0; i < n; i++) if (!fibers[i].done) {
+      any = true;
+      current = i;
+      threadIdx = {i % block.x, i / block.x, 0};
+      swapcontext(&scheduler, &fibers[i].context);
+    }
+  }
+}
+template <class F> void run_grid(dim3 grid, dim3 block, F f) {
+  gridDim = grid;
+  for (int y = 0; y < grid.y; y++) for (int x = 0; x < grid.x; x++) { blockIdx = {x, y, 0}; run_block(block, f); }
+}

@@ -1,0 +1,55 @@
+// Runs plan, attend and combine of this folder on arrays read from a file and writes what they give: `main IN OUT`.
+// Compiled by the test with EMULATION and the macros of a variant.
+#include "../layout.cuh"
+namespace planning {
+#include "../plan.cu"
+}
+namespace attending {
+#include "../attend.cu"
+}
+namespace combining {
+#include "../combine.cu"
+}
+
+static FILE* file;
+template <class T> std::vector<T> take() {   // a count, then so many elements
+  int64_t n = 0;
+  if (fread(&n, 8, 1, file) != 1) exit(3);
+  std::vector<T> v(n);
+  if (n && fread(v.data(), sizeof(T), n, file) != (size_t)n) exit(3);
+  return v;
+}
+
+int main(int, char** argv) {
+  file = fopen(argv[1], "rb");
+  const auto sizes = take<int>();            // rows, nodes, heads, pages, words, tokens, partials, jobs, blocks, warps
+  const int rows = sizes[0], nodes = sizes[1], heads = sizes[2], pages = sizes[3], words = sizes[4], tokens = sizes[5];
+  const int parts = sizes[6], jobs = sizes[7], blocks = sizes[8], warps = sizes[9];
+  const auto scale = take<float>();
+  const auto lengths = take<int>(), counts = take<int>(), starts = take<int>(), table = take<int>();
+  const auto masks = take<u64>();
+  const auto q = take<bf16>(), q_pe = take<bf16>(), cache = take<bf16>();
+  fclose(file);
+  std::vector<Job> list(jobs);
+  std::vector<Row> info(rows);
+  Head head{};
+  std::vector<float> o((size_t)parts * LATENT, NAN), own_o((size_t)tokens * 2 * heads * LATENT, NAN);
+  std::vector<float2> ml(parts, {NAN, NAN}), own_ml((size_t)tokens * 2 * heads, {NAN, NAN});
+  std::vector<bf16> out((size_t)tokens * heads * LATENT, bf16{0x7fff});
+  run_grid({2, 1, 1}, {planning::THREADS, 1, 1}, [&] {
+    planning::mla_plan(lengths.data(), 1, counts.data(), 1, starts.data(), 1, rows, heads, MT * 16, BT * 16, WALK ? GROUP : UNIT, parts,
+                       jobs, list.data(), info.data(), &head);
+  });
+  if (head.jobs > jobs) return 4;
+  run_grid({min(blocks, head.jobs), 1, 1}, {attending::THREADS, 1, 1}, [&] {
+    attending::mla_attend(q.data(), q_pe.data(), cache.data(), table.data(), pages, masks.data(), words, heads, scale[0], list.data(), &head,
+                          o.data(), ml.data(), own_o.data(), own_ml.data());
+  });
+  run_grid({rows * nodes * heads, (LATENT + 127) / 128, 1}, {32 * warps, 1, 1}, [&] {
+    combining::mla_combine(info.data(), &head, masks.data(), words, nodes, heads, o.data(), ml.data(), own_o.data(), own_ml.data(), out.data());
+  });
+  file = fopen(argv[2], "wb");
+  fwrite(out.data(), sizeof(bf16), out.size(), file);
+  fclose(file);
+  return head.span == WHOLE ? 10 : 0;        // told apart: whether blocks walked whole rows
+}

@@ -1,0 +1,83 @@
+// What plan.cu, attend.cu and combine.cu share: sizes, the work list, and the arithmetic that joins partial results.
+//
+// LAW. The bits of a node's output depend on its query, its position p and its keys in position order, on nothing else:
+//  - base(p) = 64 * floor((p - 64) / 64), at least 0. Keys before base(p) are read from the row's pages in tiles of 64 by
+//    absolute position. A tree is at most 64 deep, so they are all committed and every node of a row reads the same ones.
+//  - UNIT keys (two or more tiles) make one independent partial (m, l, O); within it the tiles are taken in order with a
+//    running maximum. GROUP / UNIT partials are folded from the left into a group's; a last unit or group may be short.
+//  - The keys base(p)..p, at most 128 and ancestors among them, are gathered in position order into two tiles; each is a
+//    partial, the second folded into the first. This is the node's last group.
+//  - Groups are folded from the left.
+// Not part of the law: which block computes what (MT, NW, WR, KS, PIPE, HALVES, BT, WALK), the number of blocks, pages, rows.
+#pragma once
+#ifdef EMULATION
+#include "emulation/cuda.h"
+#else
+#include "../common.cuh"
+#endif
+
+#ifndef LATENT
+#define LATENT 512
+#endif
+#ifndef ROPE
+#define ROPE 64
+#endif
+#ifndef UNIT
+#define UNIT 128
+#endif
+#ifndef GROUP
+#define GROUP 1024
+#endif
+
+constexpr int TILE = 64;                 // keys of a tile, and of a page
+constexpr int WIDTH = LATENT + ROPE;     // a stored latent: values first, then the rotary part of the key
+constexpr int WHOLE = 1 << 30;           // a span no context reaches: one block walks all groups of its rows
+static_assert(UNIT % TILE == 0 && GROUP % UNIT == 0 && GROUP / UNIT <= 32, "units are whole tiles, groups whole units");
+
+// One block's work. "Lines" are the (node, head) pairs of a row, node-major; token is a row's or a node's flat index.
+struct __align__(16) Job {
+  int kind;          // SHARED_KEYS or OWN_KEYS
+  int row;           // of the page table
+  int token;         // SHARED_KEYS: of the row's node 0. OWN_KEYS: of the node.
+  int first;         // SHARED_KEYS: first line. OWN_KEYS: first head.
+  int live;          // lines, or heads, of this block that exist
+  int begin, end;    // SHARED_KEYS: positions (end is an upper bound). OWN_KEYS: tile 0 or 1, unused.
+  int length;        // committed tokens of the row
+  long long part;    // SHARED_KEYS: partial of line `first`
+  long long spare;   // SHARED_KEYS that walk several groups: partials of the same lines to keep the current group in
+};
+constexpr int SHARED_KEYS = 0, OWN_KEYS = 1;
+
+struct __align__(16) Row { int length, count, token, lines; long long part, unused; };   // part: its first partial
+struct Head { int jobs, span; };         // span: keys of one partial (UNIT, GROUP or WHOLE)
+
+#ifndef EMULATION
+extern __shared__ __align__(128) unsigned char raw[];
+__device__ __forceinline__ void pair_barrier(int id) { asm volatile("bar.sync %0,64;" ::"r"(id) : "memory"); }   // of two warps
+// Base-2 exponential, the one in every softmax here. Of -inf it is +0.
+__device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
+#endif
+__device__ __forceinline__ float minus_infinity() { return -__int_as_float(0x7f800000); }
+
+__device__ __forceinline__ int base_of(int p) { const int b = p - TILE; return b < 0 ? 0 : b & ~(TILE - 1); }
+
+// Depth of a node: its ancestors, itself not counted, are the set bits of its mask. Ancestors have smaller indices.
+__device__ __forceinline__ int depth_of(const u64* masks, int words, long long token) {
+  int n = -1;
+  for (int w = 0; w < words; w++) n += __popcll(masks[token * words + w]);
+  return n;
+}
+
+// Fold a later partial (m', l', O') into an earlier one: O = O * fa + O' * fb. Every fold here is these operations.
+__device__ __forceinline__ void fold_scales(float before, float later, float after, float& fa, float& fb) {
+  fa = ex2(__fsub_rn(before, after));
+  fb = ex2(__fsub_rn(later, after));
+}
+__device__ __forceinline__ float fold(float o, float later, float fa, float fb) {
+  return __fmaf_rn(later, fb, __fmul_rn(o, fa));
+}
+__device__ __forceinline__ float2 fold_sums(float2 ml, float2 later, float& fa, float& fb) {
+  const float m = fmaxf(ml.x, later.x);
+  fold_scales(ml.x, later.x, m, fa, fb);
+  return make_float2(m, fold(ml.y, later.y, fa, fb));
+}

@@ -1,0 +1,291 @@
+"""Launches the kernels of this folder, and chooses their shape.
+
+`MlaAttention` is made once for a bucket (rows, nodes, heads, context); all its buffers are fixed then. `plan` reads lengths and
+node counts on the device, once per step; calling the object does one layer. Nothing waits for the host, so both can be captured
+in a CUDA graph. Which shape is chosen changes times only: results are bitwise the same for all (layout.cuh, LAW).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwood.errors import ConfigError
+from draftwood.kernels.check import Variant
+from draftwood.kernels.jit import ARCHS, SHARED_LIMIT, Kernel, Source
+
+FOLDER = Path(__file__).parent
+PAGE = 64
+MOST_NODES, MOST_ROWS = 65, 256
+LOG2E = 1.4426950408889634
+JOB_BYTES, ROW_BYTES = 48, 32
+MOST_JOBS = 1 << 18
+PARTIAL_BYTES = 1 << 30
+"""What partial results of a bucket may take by default. If a step needs more, its blocks walk whole rows and need little."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """Keys of a unit and of a group: the only numbers that results depend on."""
+
+    unit: int = 128
+    group: int = 1024
+
+
+LAW = Law()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A way to cut the work into blocks and warps; the fields are attend.cu's macros."""
+
+    tiles: int
+    warps: int
+    walk: bool = False
+    split: int = 1
+    line_groups: int = 1
+    halves: int = 2
+    pipe: bool = False
+    in_registers: int | None = None
+    in_shared: int = 0
+    blocks: int = 1
+
+    def own_tiles(self, heads: int) -> int:
+        """Tiles of 16 heads of a block that has one node's own keys."""
+        return self.tiles if heads >= 16 * self.tiles else 1
+
+    def shared_bytes(self, heads: int, width: int) -> int:
+        """Dynamic shared memory of a block (the sum in attend.cu, which checks it)."""
+        mine = self._bytes(self.tiles, self.halves, self.split, self.walk, width)
+        own = self.own_tiles(heads)
+        return max(mine, self._bytes(own, 2, self.split if own == self.tiles else 1, False, width))
+
+    def _bytes(self, tiles: int, halves: int, split: int, walk: bool, width: int) -> int:
+        row, lines = (width + 8) * 2, tiles * 16
+        exchanged = self.warps * (8 // (self.warps // tiles)) * 512 if split == 2 else 0
+        total = halves * 32 * row + lines * row + max(lines * (PAGE + 8) * 2, exchanged)
+        total += lines * (self.warps * 4 + 32 + 4) + PAGE * 4
+        if walk:
+            total += 2 * self.warps * lines * 8 + self.in_shared * tiles * self.warps * 32 * 16
+        return total
+
+    def macros(self, heads: int, latent: int, rope: int, law: Law) -> dict[str, int]:
+        """Return the macros of attend.cu."""
+        kept = latent // 8 // self.warps if self.in_registers is None else self.in_registers
+        given = {"MT": self.tiles, "BT": self.own_tiles(heads), "NW": self.warps, "WR": self.line_groups, "KS": self.split}
+        given |= {"PIPE": int(self.pipe), "HALVES": self.halves, "WALK": int(self.walk), "GR": kept, "GS": self.in_shared}
+        given |= {"BLOCKS": self.blocks, "SHARED_BYTES": self.shared_bytes(heads, latent + rope)}
+        return given | _sizes(latent, rope, law)
+
+
+def _sizes(latent: int, rope: int, law: Law) -> dict[str, int]:
+    return {"LATENT": latent, "ROPE": rope, "UNIT": law.unit, "GROUP": law.group}
+
+
+
+SHAPES: dict[str, Shape] = {
+    "u1x4": Shape(1, 4, blocks=2),
+    "u1x8": Shape(1, 8),
+    "u1x8h4": Shape(1, 8, halves=4),
+    "u2x8": Shape(2, 8, split=2, halves=4),
+    "u4x8": Shape(4, 8, split=2, halves=3),
+    "g1x4": Shape(1, 4, walk=True, blocks=2),
+    "g1x8h4": Shape(1, 8, walk=True, halves=4),
+    "g2x8": Shape(2, 8, walk=True, split=2, halves=4),
+    "g2x8p": Shape(2, 8, walk=True, split=2, halves=4, pipe=True),
+    "g4x8h2s3": Shape(4, 8, walk=True, split=2, halves=2, in_registers=0, in_shared=3),
+    "g4x8h3s1": Shape(4, 8, walk=True, split=2, halves=3, in_registers=0, in_shared=1),
+    "g4x8w4h2s3": Shape(4, 8, walk=True, line_groups=4, halves=2, in_registers=0, in_shared=3),
+}
+"""u: a block has one unit; g: a block walks a group, or whole rows. Then tiles of 16 lines x warps."""
+NARROW = Shape(1, 2)
+"""For latents narrower than 512 (the bundled nano model's 96)."""
+
+
+def fits(shape: Shape, arch: str, heads: int, width: int) -> bool:
+    """Whether a block's shared memory fits on `arch`."""
+    return shape.shared_bytes(heads, width) <= SHARED_LIMIT[arch]
+
+
+def choose(rows: int, nodes: int, heads: int, context: int, arch: str) -> str:
+    """Return the name of the shape for a bucket's capacities: fewer, larger blocks as lines and keys grow."""
+    lines = nodes * heads
+    if arch == "sm_120a":
+        return "u1x4" if rows * lines * context <= 8 << 20 else "g1x4"
+    if lines <= 16:
+        return "u1x4" if rows * context <= 1 << 17 else "g1x4"
+    if rows * lines * context <= 4 << 20:
+        return "u2x8"
+    return "g2x8" if lines <= 96 else "g4x8h3s1"
+
+
+def variants() -> list[Variant]:
+    """Return every compiled form that an MlaAttention of K2 or nano may choose."""
+    found = [Variant(Source(FOLDER / "plan.cu", "mla_plan"), 256), Variant(Source(FOLDER / "combine.cu", "mla_combine"), 512)]
+    for shape in SHAPES.values():
+        for heads in (64, 8) if shape.tiles > 1 else (8,):
+            found.append(_variant(shape, heads, 512, 64))
+    nano = _sizes(96, 16, LAW)
+    found.append(Variant(Source(FOLDER / "combine.cu", "mla_combine", nano), 512))
+    return [*found, _variant(NARROW, 8, 96, 16)]
+
+
+def _variant(shape: Shape, heads: int, latent: int, rope: int) -> Variant:
+    source = Source(FOLDER / "attend.cu", "mla_attend", shape.macros(heads, latent, rope, LAW))
+    archs = tuple(a for a in ARCHS if fits(shape, a, heads, latent + rope))
+    return Variant(source, shape.warps * 32, shape.shared_bytes(heads, latent + rope), shape.blocks, archs=archs)
+
+
+@functools.cache
+def _load(file: str, entry: str, macros: tuple[tuple[str, int], ...], device: int, shared: int) -> Kernel:
+    return Kernel(Source(FOLDER / file, entry, dict(macros)), device, shared)
+
+
+def _kernel(file: str, entry: str, macros: Mapping[str, int], device: int, shared: int = 0) -> Kernel:
+    return _load(file, entry, tuple(sorted(macros.items())), device, shared)
+
+
+def bytes_moved(heads: int, lengths: list[int], counts: list[int], latent: int = 512, rope: int = 64) -> int:
+    """Return the fewest bytes one call must move: each row's latents once, queries in, results out (bf16)."""
+    kept = sum(n + c for n, c in zip(lengths, counts, strict=True)) * (latent + rope)
+    return 2 * (kept + sum(counts) * heads * (2 * latent + rope))
+
+
+def flops(heads: int, lengths: list[int], counts: list[int], latent: int = 512, rope: int = 64) -> int:
+    """Return the multiply-adds, counted as two, of scores and values, for keys before the tree."""
+    return sum(2 * n * c * heads * (2 * latent + rope) for n, c in zip(lengths, counts, strict=True))
+
+
+class MlaAttention:
+    """Attention of up to `rows` rows with up to `nodes` nodes each, over contexts of up to `context` committed tokens.
+
+    scale: of the scores. shape: a name in SHAPES, by default `choose`'s. partial_bytes: limit for partial results.
+    Raises ConfigError for a bucket that the kernels do not take.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        nodes: int,
+        heads: int,
+        context: int,
+        scale: float,
+        device: torch.device,
+        latent: int = 512,
+        rope: int = 64,
+        shape: str | None = None,
+        law: Law = LAW,
+        partial_bytes: int = PARTIAL_BYTES,
+        tokens: int | None = None,
+    ) -> None:
+        if not 1 <= nodes <= MOST_NODES:
+            raise ConfigError(f"attention over {nodes} nodes per row; the kernels take 1 to {MOST_NODES}")
+        if not 1 <= rows <= MOST_ROWS:
+            raise ConfigError(f"attention over {rows} rows; the kernels take 1 to {MOST_ROWS}")
+        self.rows, self.nodes, self.heads, self.latent, self.rope = rows, nodes, heads, latent, rope
+        self.tokens = rows * nodes if tokens is None else tokens
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        arch = _arch(index)
+        if latent != 512:
+            self.shape = NARROW
+        else:
+            self.shape = SHAPES[choose(rows, nodes, heads, context, arch) if shape is None else shape]
+        self._size(context, law, partial_bytes)
+        self._buffers(device)
+        self._load(law, index)
+        self._scale = np.float32(scale * LOG2E)
+
+    def _size(self, context: int, law: Law, partial_bytes: int) -> None:
+        lines = self.nodes * self.heads
+        self.span = law.group if self.shape.walk else law.unit
+        spans = max(1, -(-context // self.span))
+        per_partial = self.latent * 4 + 8
+        self.parts = self.rows * lines * spans
+        blocks = self.rows * -(-lines // (16 * self.shape.tiles))
+        own = self.rows * self.nodes * 2 * -(-self.heads // (16 * self.shape.own_tiles(self.heads)))
+        self.max_jobs = blocks * spans + own
+        if self.shape.walk:
+            self.parts = min(self.parts, max(2 * self.rows * lines, partial_bytes // per_partial))
+            self.max_jobs = min(self.max_jobs, max(blocks + own, MOST_JOBS))
+        elif self.parts * per_partial > max(partial_bytes, 2 * self.rows * lines * per_partial):
+            raise ConfigError(
+                f"attention of {self.rows} rows x {self.nodes} nodes x {self.heads} heads over {context} tokens needs "
+                f"{self.parts * per_partial} B of partial results, limit {partial_bytes}; take a shape that walks"
+            )
+        groups = max(1, -(-context // law.group))
+        self.fold_warps = min(16, -(-groups // 4) if self.shape.walk else groups)
+        self.grid = min(self.max_jobs, 16_384)
+
+    def _buffers(self, device: torch.device) -> None:
+        def floats(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        self.jobs = torch.zeros(self.max_jobs * JOB_BYTES, dtype=torch.uint8, device=device)
+        self.row_info = torch.zeros(self.rows * ROW_BYTES, dtype=torch.uint8, device=device)
+        self.head = torch.zeros(2, dtype=torch.int32, device=device)
+        self.part_o, self.part_ml = floats(self.parts, self.latent), floats(self.parts, 2)
+        self.own_o, self.own_ml = floats(self.tokens, 2, self.heads, self.latent), floats(self.tokens, 2, self.heads, 2)
+
+    def _load(self, law: Law, device: int) -> None:
+        sizes = _sizes(self.latent, self.rope, law)
+        shared = self.shape.shared_bytes(self.heads, self.latent + self.rope)
+        self._plan = _kernel("plan.cu", "mla_plan", sizes, device)
+        self._attend = _kernel("attend.cu", "mla_attend", self.shape.macros(self.heads, self.latent, self.rope, law), device, shared)
+        self._combine = _kernel("combine.cu", "mla_combine", sizes, device)
+
+    def plan(self, lengths: Tensor, counts: Tensor, starts: Tensor) -> None:
+        """Write the step's work list. lengths, counts, starts [rows] int32 or int64: committed tokens, live nodes (0 for an
+        empty row), token of each row's node 0. Must be called again when any of them changed."""
+        arrays: list[Any] = []
+        for name, x in (("lengths", lengths), ("counts", counts), ("starts", starts)):
+            _expect(name, x, (self.rows,), (torch.int32, torch.int64))
+            arrays += [x, np.int32(1 if x.dtype == torch.int32 else 2)]
+        lines, own = 16 * self.shape.tiles, 16 * self.shape.own_tiles(self.heads)
+        numbers = [np.int32(self.rows), np.int32(self.heads), np.int32(lines), np.int32(own), np.int32(self.span)]
+        numbers += [np.int64(self.parts), np.int32(self.max_jobs)]
+        grid = min(32, -(-self.max_jobs // 256))
+        self._plan(grid, 256, [*arrays, *numbers, self.jobs, self.row_info, self.head], pdl=True)
+
+    def __call__(self, q: Tensor, q_pe: Tensor, cache: Tensor, table: Tensor, masks: Tensor, out: Tensor) -> Tensor:
+        """Attend in one layer and return `out`.
+
+        q [tokens, heads, latent], q_pe [tokens, heads, rope] bf16; cache [slots, latent + rope] bf16 of this layer;
+        table [rows, pages] int32; masks [tokens, W] int64 ancestors (self included; ancestors have smaller indices);
+        out [tokens, heads, latent] bf16: rows' live nodes are written, nothing else is touched.
+        """
+        t, h = self.tokens, self.heads
+        _expect("q", q, (t, h, self.latent), (torch.bfloat16,))
+        _expect("q_pe", q_pe, (t, h, self.rope), (torch.bfloat16,))
+        _expect("out", out, (t, h, self.latent), (torch.bfloat16,))
+        _expect("cache", cache, (cache.shape[0], self.latent + self.rope), (torch.bfloat16,))
+        _expect("table", table, (self.rows, table.shape[1]), (torch.int32,))
+        words = masks.shape[1]
+        _expect("masks", masks, (t, words), (torch.int64,))
+        if words * 64 < self.nodes:
+            raise ValueError(f"masks of {words} words for {self.nodes} nodes")
+        shared = [q, q_pe, cache, table, np.int32(table.shape[1]), masks, np.int32(words), np.int32(h), self._scale]
+        parts = [self.part_o, self.part_ml, self.own_o, self.own_ml]
+        self._attend(self.grid, self.shape.warps * 32, [*shared, self.jobs, self.head, *parts], pdl=True)
+        numbers = [np.int32(words), np.int32(self.nodes), np.int32(h)]
+        grid = (self.rows * self.nodes * h, -(-self.latent // 128))
+        self._combine(grid, 32 * self.fold_warps, [self.row_info, self.head, masks, *numbers, *parts, out], pdl=True)
+        return out
+
+
+@functools.cache
+def _arch(device: int) -> str:
+    from draftwood.kernels.jit import arch_of
+
+    return arch_of(torch.cuda.get_device_capability(device))
+
+
+def _expect(name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if tuple(x.shape) != shape or x.dtype not in dtypes or not x.is_contiguous():
+        raise ValueError(f"{name} is {tuple(x.shape)} {x.dtype}, contiguous {x.is_contiguous()}; expected {shape} {dtypes[0]}")
