@@ -81,3 +81,10 @@ def test_a_product_is_the_same_however_the_weight_is_stored(shape: tuple[int, in
     torch.testing.assert_close(product(x), x @ weight.T, rtol=1e-4, atol=1e-4)
     assert product(x.view(1, rows, -1)).shape == (1, rows, shape[0])
     assert layers.linear(product) is product
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1e-3, 1.0, 1e6])
+def test_the_prepared_norm_equals_the_formula(scale: float) -> None:
+    """Also where eps decides."""
+    x, weight = torch.randn(9, 3, 96) * scale, torch.rand(3, 96) + 0.5
+    torch.testing.assert_close(layers.Norm(weight, 1e-6)(x), layers.rms_norm(x, weight, 1e-6), rtol=1e-5, atol=1e-7)

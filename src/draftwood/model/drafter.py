@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwood.model.config import DrafterConfig
-from draftwood.model.layers import Dense, Linear, halves_to_pairs, linear, rms_norm, rope_table, rotate_pairs_
+from draftwood.model.layers import Dense, Linear, Norm, halves_to_pairs, linear, rope_table, rotate_pairs_
 from draftwood.model.weights import DrafterLayerWeights, DrafterWeights
 from draftwood.parallel.comm import Comm
 from draftwood.parallel.layout import Layout
@@ -83,28 +83,29 @@ class DraftLayer:
 
     def __init__(self, weights: DrafterLayerWeights, config: DrafterConfig, comm: Comm) -> None:
         d = self.head_dim = config.head_dim
-        self.eps, self.comm = config.rms_norm_eps, comm
+        self.comm = comm
         self.q_heads, self.kv_heads = weights.q.shape[0] // d, weights.k.shape[0] // d
         # Rows reordered so that a rotation is one complex product (`layers.halves_to_pairs`).
         q, k = halves_to_pairs(weights.q, d), halves_to_pairs(weights.k, d)
         self.qkv, self.o = Linear(torch.cat((q, k, weights.v))), Linear(weights.o)
         q_norm, k_norm = halves_to_pairs(weights.q_norm, d), halves_to_pairs(weights.k_norm, d)
-        self.qk_norm = torch.cat((q_norm.expand(self.q_heads, d), k_norm.expand(self.kv_heads, d)))
-        """[q_heads + kv_heads, head_dim]"""
-        self.input_norm, self.post_norm = weights.input_norm, weights.post_norm
+        per_head = torch.cat((q_norm.expand(self.q_heads, d), k_norm.expand(self.kv_heads, d)))
+        self.qk_norm = Norm(per_head, config.rms_norm_eps)
+        self.input_norm = Norm(weights.input_norm, config.rms_norm_eps)
+        self.post_norm = Norm(weights.post_norm, config.rms_norm_eps)
         self.mlp = Dense(weights.mlp)
 
     def __call__(self, x: Tensor, turns: Tensor, context: Context, index: int) -> Tensor:
         """x [R * B, H] residual stream of the blocks, turns [R * B, d / 2] -> [R * B, H]."""
-        inner = rms_norm(x, self.input_norm, self.eps)
+        inner = self.input_norm(x)
         x = x + self.comm.all_reduce(self._attend(inner, turns, *context.layer(index), context))
-        return x + self.comm.all_reduce(self.mlp(rms_norm(x, self.post_norm, self.eps)))
+        return x + self.comm.all_reduce(self.mlp(self.post_norm(x)))
 
     def _attend(self, x: Tensor, turns: Tensor, past_k: Tensor, past_v: Tensor, context: Context) -> Tensor:
         r, g, c = context.rows, self.kv_heads, context.size
         share, b = self.q_heads // g, x.shape[0] // r
         qk, v = self.qkv(x).view(r * b, -1, self.head_dim).split((self.q_heads + g, g), 1)
-        qk = rms_norm(qk, self.qk_norm, self.eps)
+        qk = self.qk_norm(qk)
         qk = rotate_pairs_(qk, turns.unsqueeze(1)).view(r, b, -1, self.head_dim).transpose(1, 2)
         # Query heads that share a key head are its rows: [r * g, share * b, d].
         q = qk[:, : self.q_heads].reshape(r * g, share * b, -1)
@@ -139,15 +140,16 @@ class Drafter:
         self.config, self.comm, self.dtype = config, comm, dtype
         self.embed, self.lm_head = embed, linear(lm_head)
         self.masked = embed[config.mask_token_id].expand(config.block_size - 1, -1)
-        self.fc, self.hidden_norm, self.norm = Linear(weights.fc), weights.hidden_norm, weights.norm
+        self.fc = Linear(weights.fc)
+        self.hidden_norm = Norm(weights.hidden_norm, config.rms_norm_eps)
+        self.norm = Norm(weights.norm, config.rms_norm_eps)
         self.layers = [DraftLayer(layer, config, comm) for layer in weights.layers]
         self.turns = rope_table(config.rope, config.head_dim, config.max_position, config.amplitude, embed.device)
         # Context keys and values of all layers in one product: [layers * kv_heads' * d, H] keys, then values.
         keys = [halves_to_pairs(layer.k, config.head_dim) for layer in weights.layers]
         self.context_kv = Linear(torch.cat(keys + [layer.v for layer in weights.layers]))
         norms = [halves_to_pairs(layer.k_norm, config.head_dim) for layer in weights.layers]
-        self.k_norm = torch.stack(norms).unsqueeze(1)
-        """[layers, 1, head_dim]"""
+        self.k_norm = Norm(torch.stack(norms).unsqueeze(1), config.rms_norm_eps)
 
     @torch.inference_mode()
     def propose(self, roots: Tensor, window: DraftWindow, block: int) -> Tensor:
@@ -168,7 +170,7 @@ class Drafter:
         for index, layer in enumerate(self.layers):
             x = layer(x, turns, context, index)
         x = x.view(r, block, -1)[:, 1:]
-        logits = self.lm_head(rms_norm(x.reshape(r * (block - 1), -1), self.norm, self.config.rms_norm_eps))
+        logits = self.lm_head(self.norm(x.reshape(r * (block - 1), -1)))
         return self.comm.all_gather(logits, -1).float().view(r, block - 1, -1)
 
     @torch.inference_mode()
@@ -189,9 +191,9 @@ class Drafter:
         flat = flat[live]
         at = positions.flatten().index_select(0, flat)
         features = self.fc(taps.flatten(0, 1).index_select(0, flat))
-        kv = self.context_kv(rms_norm(features, self.hidden_norm, self.config.rms_norm_eps))
+        kv = self.context_kv(self.hidden_norm(features))
         keys, values = kv.view(-1, 2, layers, kv_heads, d).unbind(1)
-        keys = rms_norm(keys, self.k_norm, self.config.rms_norm_eps)
+        keys = self.k_norm(keys)
         keys = rotate_pairs_(keys, self.turns.index_select(0, at)[:, None, None])
         places = rows * capacity + at % capacity
         for store, new in ((window.keys, keys), (window.values, values)):

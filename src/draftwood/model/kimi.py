@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftwood.model.config import ModelConfig
-from draftwood.model.layers import Dense, linear, rms_norm, rope_table
+from draftwood.model.layers import Dense, Norm, linear, rope_table
 from draftwood.model.mla import Attention, Slots, StepPlan, plan_step
 from draftwood.model.moe import MoE
 from draftwood.model.weights import LayerWeights, MoEWeights, TargetWeights
@@ -18,15 +18,16 @@ class Layer:
     """Attention and MLP with their norms; on several ranks each half is a partial sum, added once."""
 
     def __init__(self, weights: LayerWeights, config: ModelConfig, comm: Comm, dtype: torch.dtype) -> None:
-        self.input_norm, self.post_norm, self.eps = weights.input_norm, weights.post_norm, config.rms_norm_eps
+        self.input_norm = Norm(weights.input_norm, config.rms_norm_eps)
+        self.post_norm = Norm(weights.post_norm, config.rms_norm_eps)
         self.attention = Attention(weights, config)
         self.mlp = MoE(weights.mlp, config, dtype) if isinstance(weights.mlp, MoEWeights) else Dense(weights.mlp)
         self.comm = comm
 
     def __call__(self, x: Tensor, turns: Tensor, cache: Tensor, plan: StepPlan) -> Tensor:
         """x [T, H] residual stream -> [T, H]; writes this layer's latents into `cache`."""
-        x = x + self.comm.all_reduce(self.attention(rms_norm(x, self.input_norm, self.eps), turns, cache, plan))
-        return x + self.comm.all_reduce(self.mlp(rms_norm(x, self.post_norm, self.eps)))
+        x = x + self.comm.all_reduce(self.attention(self.input_norm(x), turns, cache, plan))
+        return x + self.comm.all_reduce(self.mlp(self.post_norm(x)))
 
 
 class Target:
@@ -47,7 +48,7 @@ class Target:
         self.config, self.comm, self.taps, self.dtype = config, comm, taps, dtype
         self.embed = weights.embed
         self.lm_head = linear(weights.lm_head)
-        self.norm = weights.norm
+        self.norm = Norm(weights.norm, config.rms_norm_eps)
         self.layers = [Layer(layer, config, comm, dtype) for layer in weights.layers]
         self.turns = rope_table(config.rope, config.qk_rope_head_dim, config.max_position, config.rope.amplitude, self.embed.device)
 
@@ -82,7 +83,7 @@ class Target:
         rows, nodes = verified
         starts = torch.tensor(plan.starts, device=rows.device)
         chosen = x.index_select(0, starts.index_select(0, rows) + nodes)
-        logits = self.lm_head(rms_norm(chosen, self.norm, self.config.rms_norm_eps))
+        logits = self.lm_head(self.norm(chosen))
         features = self._features([kept[tap] for tap in self.taps], plan, shape)
         return self.comm.all_gather(logits, -1).float(), features
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftwood.model.config import ModelConfig
-from draftwood.model.layers import Linear, rms_norm, rotate_pairs_
+from draftwood.model.layers import Linear, Norm, rotate_pairs_
 from draftwood.model.weights import LayerWeights
 
 WORD = 64
@@ -180,11 +180,12 @@ class Attention:
         c = config
         self.nope, self.rope, self.v, self.latent = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank
         self.q_lora, self.width = c.q_lora_rank, c.latent_width
-        self.eps, self.scale = c.latent_norm_eps, c.softmax_scale
+        self.scale = c.softmax_scale
         self.heads = weights.q_b.shape[0] // c.qk_head_dim
         self.down = Linear(torch.cat((weights.q_a, weights.kv_a)))
         self.q_b, self.o = Linear(weights.q_b), Linear(weights.o)
-        self.q_norm, self.kv_norm = weights.q_a_norm, weights.kv_a_norm
+        self.q_norm = Norm(weights.q_a_norm, c.latent_norm_eps)
+        self.kv_norm = Norm(weights.kv_a_norm, c.latent_norm_eps)
         self.kv_b = weights.kv_b
         per_head = weights.kv_b.view(self.heads, self.nope + self.v, self.latent)
         self.absorb_k = per_head[:, : self.nope].contiguous()
@@ -205,11 +206,11 @@ class Attention:
 
         The nodes' latents are written first and read back with the prefix, so that a node sees what later steps will.
         """
-        q_low, latent, key = self.down(x).split((self.q_lora, self.latent, self.rope), -1)
+        q_low, latent, key = torch.split_with_sizes(self.down(x), (self.q_lora, self.latent, self.rope), -1)
         rotate_pairs_(key, turns)
-        stored = torch.cat((rms_norm(latent, self.kv_norm, self.eps), key), -1)
+        stored = torch.cat((self.kv_norm(latent), key), -1)
         cache.index_copy_(0, plan.slots, stored.to(cache.dtype))
-        q = self.q_b(rms_norm(q_low, self.q_norm, self.eps)).view(-1, self.heads, self.nope + self.rope)
+        q = self.q_b(self.q_norm(q_low)).view(-1, self.heads, self.nope + self.rope)
         rotate_pairs_(q[..., self.nope :], turns.unsqueeze(1))
         outs = [self._attend(q, cache, group) for group in plan.groups]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -229,7 +230,7 @@ class Attention:
     def _absorbed(self, q: Tensor, keys: Tensor, group: Group) -> Tensor:
         """Attend in the latent space: q [r * n, h, nope + rope], keys [r, M, latent_width] -> [r * n, h * v]."""
         r, n, h, wide = group.rows, group.nodes, self.heads, group.nodes * group.mask.shape[-1] > SMALL
-        plain, rotary = q.transpose(0, 1).split((self.nope, self.rope), -1)
+        plain, rotary = torch.split_with_sizes(q.transpose(0, 1), (self.nope, self.rope), -1)
         q = torch.cat((torch.bmm(plain, self.absorb_k), rotary), -1)
         if r > 1:
             q = q.view(h, r, n, -1).transpose(0, 1)

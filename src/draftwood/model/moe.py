@@ -79,7 +79,7 @@ class Experts:
         if not held:
             return torch.zeros_like(x)
         hidden = swiglu(torch.cat([F.linear(x, self._gate_up[e].to(x.dtype)) for _, e in held]))
-        parts = zip(hidden.split(1), held, strict=True)
+        parts = zip(hidden.unsqueeze(1).unbind(), held, strict=True)
         out = torch.cat([F.linear(row, self._down[e].to(x.dtype)) for row, (_, e) in parts])
         if len(held) < len(chosen):
             weights = weights[:, [k for k, _ in held]]
