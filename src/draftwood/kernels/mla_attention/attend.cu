@@ -326,7 +326,8 @@ __device__ __forceinline__ void tile(Acc<C::M>& a, const bf16* low, const bf16* 
 }
 
 struct Inputs {
-  const bf16 *q, *q_pe, *cache;         // [lines, LATENT], [lines, ROPE], [slots, WIDTH]
+  const bf16 *q, *q_pe, *cache;         // [lines, LATENT], [lines, ROPE] with rows pe_stride apart, [slots, WIDTH]
+  int pe_stride;
   const int* table;                     // [rows, pages]
   int pages;
   const u64* masks;                     // [tokens, words]
@@ -340,7 +341,7 @@ template <int M> __device__ __forceinline__ void load_queries(bf16* to, const In
     const int r = i / CHUNKS, c = i % CHUNKS;
     const bool on = r < live;
     const size_t x = line + (on ? r : 0);
-    const bf16* from = c < LATENT / 8 ? in.q + x * LATENT + c * 8 : in.q_pe + x * ROPE + (c - LATENT / 8) * 8;
+    const bf16* from = c < LATENT / 8 ? in.q + x * LATENT + c * 8 : in.q_pe + x * in.pe_stride + (c - LATENT / 8) * 8;
     copy16_or_zero(on, shared_address(&to[r * LDK + c * 8]), from);
   }
 }
@@ -461,9 +462,9 @@ __device__ __forceinline__ void own_keys(const Job& job, const Inputs& in, const
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) mla_attend(
-    const bf16* q, const bf16* q_pe, const bf16* cache, const int* table, int pages, const u64* masks, int words, int heads,
+    const bf16* q, const bf16* q_pe, int pe_stride, const bf16* cache, const int* table, int pages, const u64* masks, int words, int heads,
     float scale, const Job* jobs, const Head* head, float* o, float2* ml, float* own_o, float2* own_ml) {
-  const Inputs in{q, q_pe, cache, table, pages, masks, words, heads, scale};
+  const Inputs in{q, q_pe, cache, pe_stride, table, pages, masks, words, heads, scale};
   pdl_wait();
   pdl_go();
   const int total = head->jobs;

@@ -27,7 +27,7 @@ MOST_NODES, MOST_ROWS = 65, 256
 LOG2E = 1.4426950408889634
 JOB_BYTES, ROW_BYTES = 48, 32
 MOST_JOBS = 1 << 18
-PARTIAL_BYTES = 1 << 30
+PARTIAL_BYTES = 4 << 30
 """What partial results of a bucket may take by default. If a step needs more, its blocks walk whole rows and need little."""
 
 
@@ -82,10 +82,11 @@ class Shape:
         given = {"MT": self.tiles, "BT": self.own_tiles(heads), "NW": self.warps, "WR": self.line_groups, "KS": self.split}
         given |= {"PIPE": int(self.pipe), "HALVES": self.halves, "WALK": int(self.walk), "GR": kept, "GS": self.in_shared}
         given |= {"BLOCKS": self.blocks, "SHARED_BYTES": self.shared_bytes(heads, latent + rope)}
-        return given | _sizes(latent, rope, law)
+        return given | (sizes(latent, rope, law) if self.walk else {"LATENT": latent, "ROPE": rope})
 
 
-def _sizes(latent: int, rope: int, law: Law) -> dict[str, int]:
+def sizes(latent: int, rope: int, law: Law) -> dict[str, int]:
+    """Return the macros of layout.cuh."""
     return {"LATENT": latent, "ROPE": rope, "UNIT": law.unit, "GROUP": law.group}
 
 
@@ -102,7 +103,6 @@ SHAPES: dict[str, Shape] = {
     "g2x8p": Shape(2, 8, walk=True, split=2, halves=4, pipe=True),
     "g4x8h2s3": Shape(4, 8, walk=True, split=2, halves=2, in_registers=0, in_shared=3),
     "g4x8h3s1": Shape(4, 8, walk=True, split=2, halves=3, in_registers=0, in_shared=1),
-    "g4x8w4h2s3": Shape(4, 8, walk=True, line_groups=4, halves=2, in_registers=0, in_shared=3),
 }
 """u: a block has one unit; g: a block walks a group, or whole rows. Then tiles of 16 lines x warps."""
 NARROW = Shape(1, 2)
@@ -132,7 +132,7 @@ def variants() -> list[Variant]:
     for shape in SHAPES.values():
         for heads in (64, 8) if shape.tiles > 1 else (8,):
             found.append(_variant(shape, heads, 512, 64))
-    nano = _sizes(96, 16, LAW)
+    nano = sizes(96, 16, LAW)
     found.append(Variant(Source(FOLDER / "combine.cu", "mla_combine", nano), 512))
     return [*found, _variant(NARROW, 8, 96, 16)]
 
@@ -234,11 +234,11 @@ class MlaAttention:
         self.own_o, self.own_ml = floats(self.tokens, 2, self.heads, self.latent), floats(self.tokens, 2, self.heads, 2)
 
     def _load(self, law: Law, device: int) -> None:
-        sizes = _sizes(self.latent, self.rope, law)
+        given = sizes(self.latent, self.rope, law)
         shared = self.shape.shared_bytes(self.heads, self.latent + self.rope)
-        self._plan = _kernel("plan.cu", "mla_plan", sizes, device)
+        self._plan = _kernel("plan.cu", "mla_plan", given, device)
         self._attend = _kernel("attend.cu", "mla_attend", self.shape.macros(self.heads, self.latent, self.rope, law), device, shared)
-        self._combine = _kernel("combine.cu", "mla_combine", sizes, device)
+        self._combine = _kernel("combine.cu", "mla_combine", given, device)
 
     def plan(self, lengths: Tensor, counts: Tensor, starts: Tensor) -> None:
         """Write the step's work list. lengths, counts, starts [rows] int32 or int64: committed tokens, live nodes (0 for an
@@ -256,13 +256,16 @@ class MlaAttention:
     def __call__(self, q: Tensor, q_pe: Tensor, cache: Tensor, table: Tensor, masks: Tensor, out: Tensor) -> Tensor:
         """Attend in one layer and return `out`.
 
-        q [tokens, heads, latent], q_pe [tokens, heads, rope] bf16; cache [slots, latent + rope] bf16 of this layer;
+        q [tokens, heads, latent] bf16; q_pe [tokens, heads, rope] bf16, also as columns of a wider contiguous tensor;
+        cache [slots, latent + rope] bf16 of this layer;
         table [rows, pages] int32; masks [tokens, W] int64 ancestors (self included; ancestors have smaller indices);
         out [tokens, heads, latent] bf16: rows' live nodes are written, nothing else is touched.
         """
         t, h = self.tokens, self.heads
         _expect("q", q, (t, h, self.latent), (torch.bfloat16,))
-        _expect("q_pe", q_pe, (t, h, self.rope), (torch.bfloat16,))
+        apart = q_pe.stride(1)
+        if q_pe.shape != (t, h, self.rope) or q_pe.dtype != torch.bfloat16 or q_pe.stride() != (h * apart, apart, 1) or apart % 8:
+            raise ValueError(f"q_pe is {tuple(q_pe.shape)} {q_pe.dtype}, strides {q_pe.stride()}; expected {(t, h, self.rope)} bf16")
         _expect("out", out, (t, h, self.latent), (torch.bfloat16,))
         _expect("cache", cache, (cache.shape[0], self.latent + self.rope), (torch.bfloat16,))
         _expect("table", table, (self.rows, table.shape[1]), (torch.int32,))
@@ -270,7 +273,7 @@ class MlaAttention:
         _expect("masks", masks, (t, words), (torch.int64,))
         if words * 64 < self.nodes:
             raise ValueError(f"masks of {words} words for {self.nodes} nodes")
-        shared = [q, q_pe, cache, table, np.int32(table.shape[1]), masks, np.int32(words), np.int32(h), self._scale]
+        shared = [q, q_pe, np.int32(apart), cache, table, np.int32(table.shape[1]), masks, np.int32(words), np.int32(h), self._scale]
         parts = [self.part_o, self.part_ml, self.own_o, self.own_ml]
         self._attend(self.grid, self.shape.warps * 32, [*shared, self.jobs, self.head, *parts], pdl=True)
         numbers = [np.int32(words), np.int32(self.nodes), np.int32(h)]

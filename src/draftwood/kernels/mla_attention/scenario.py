@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwood.kernels.mla_attention import op
+
 PAGE = 64
 SCALE = 0.14468
 """Close to K2's softmax scale."""
@@ -135,3 +137,23 @@ def alone(step: Step, row: int, node: int, seed: int = 1) -> Step:
     masks = torch.tensor([[1, 0]], dtype=torch.int64, device=device)
     q, q_pe = step.q[t : t + 1].clone(), step.q_pe[t : t + 1].clone()
     return Step(q, q_pe, cache, table, ints(len(prefix)), ints(1), ints(0), masks, [prefix], [latents], [[[0]]])
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equality of bits."""
+    return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+
+
+def attend(step: Step, shape: str | None = None, partial_bytes: int = op.PARTIAL_BYTES, law: op.Law = op.LAW) -> Tensor:
+    """Plan and run one step with a bucket of its own sizes; what is not written stays NaN."""
+    rows, tokens = len(step.lengths), step.q.shape[0]
+    context = step.table.shape[1] * 64
+    one = op.MlaAttention(
+        rows, tokens // rows, step.q.shape[1], context, SCALE, step.q.device, step.q.shape[2], step.q_pe.shape[2],
+        shape, law, partial_bytes,
+    )  # fmt: skip
+    for buffer in (one.part_o, one.part_ml, one.own_o, one.own_ml):
+        buffer.fill_(float("nan"))
+    out = torch.full_like(step.q, float("nan"))
+    one.plan(step.lengths, step.counts, step.starts)
+    return one(step.q, step.q_pe, step.cache, step.table, step.masks, out)

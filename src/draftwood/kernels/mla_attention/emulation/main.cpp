@@ -42,7 +42,7 @@ int main(int, char** argv) {
   });
   if (head.jobs > jobs) return 4;
   run_grid({min(blocks, head.jobs), 1, 1}, {attending::THREADS, 1, 1}, [&] {
-    attending::mla_attend(q.data(), q_pe.data(), cache.data(), table.data(), pages, masks.data(), words, heads, scale[0], list.data(), &head,
+    attending::mla_attend(q.data(), q_pe.data(), ROPE, cache.data(), table.data(), pages, masks.data(), words, heads, scale[0], list.data(), &head,
                           o.data(), ml.data(), own_o.data(), own_ml.data());
   });
   run_grid({rows * nodes * heads, (LATENT + 127) / 128, 1}, {32 * warps, 1, 1}, [&] {

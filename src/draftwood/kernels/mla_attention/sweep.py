@@ -1,0 +1,156 @@
+"""Times every shape, and other laws, at the benchmark's sizes: what `op.choose` and `op.LAW` are filled from.
+
+`python -m draftwood.kernels.mla_attention.sweep FOLDER [--seconds S]` runs unattended. It first checks that all shapes agree and
+that a node equals it decoded alone; then it writes one JSON line per measurement to FOLDER/mla_sweep.jsonl. A shape that breaks
+the device's context is skipped: the sweep goes on in a new process without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftwood.kernels import jit
+from draftwood.kernels.case import read_peak, time_graph
+from draftwood.kernels.mla_attention import bench, op, ref, scenario
+from draftwood.kernels.mla_attention.scenario import attend, same
+
+LAWS = [op.Law(u, g) for u, g in ((128, 1024), (128, 512), (128, 2048), (256, 1024), (256, 2048))]
+
+
+class Sweep:
+    """Progress of one process: what is done already is read from the file, what broke is left out."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.file, self.current, self.end = folder / "mla_sweep.jsonl", folder / "mla_sweep.current", time.time() + seconds
+        lines = [json.loads(x) for x in self.file.read_text().splitlines()] if self.file.exists() else []
+        self.done = {x["key"] for x in lines if "key" in x}
+        self.broken = {x["broken"] for x in lines if "broken" in x}
+
+    def say(self, **line: Any) -> None:
+        """Write a line at once."""
+        print(json.dumps(line), flush=True)
+        with self.file.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    def start(self, shape: str, key: str) -> bool:
+        """Whether to do `key` with `shape`; if so it counts as broken until the next start."""
+        if shape in self.broken or key in self.done or time.time() > self.end:
+            return False
+        self.current.write_text(shape)
+        return True
+
+
+def candidates(heads: int, nodes: int, context: int, rows: int) -> list[tuple[str, op.Law]]:
+    """Shapes that can be near the best, with every law that matters to them."""
+    lines, found = heads * nodes, []
+    for name, shape in op.SHAPES.items():
+        wasted = shape.tiles > 1 and 16 * (shape.tiles - 1) >= lines
+        slow = shape.tiles == 1 and lines > 144
+        if wasted or slow or (not shape.walk and rows * lines * context > 40e6) or (shape.walk and rows * lines * context < 30e3):
+            continue
+        found += [(name, law) for law in (LAWS if shape.walk else LAWS[:1] + LAWS[3:4])]
+    return found
+
+
+def sources(arch: str) -> list[jit.Source]:
+    """Everything the sweep loads."""
+    found: dict[str, jit.Source] = {}
+    for law in LAWS:
+        one = [jit.Source(op.FOLDER / f, e, op.sizes(512, 64, law)) for f, e in (("plan.cu", "mla_plan"), ("combine.cu", "mla_combine"))]
+        for shape in op.SHAPES.values():
+            for heads in (8, 64):
+                if op.fits(shape, arch, heads, 576):
+                    one.append(jit.Source(op.FOLDER / "attend.cu", "mla_attend", shape.macros(heads, 512, 64, law)))
+        found |= {f"{s.file}{s.label()}": s for s in one}
+    return list(found.values())
+
+
+def check(sweep: Sweep, device: torch.device, arch: str) -> None:
+    """All shapes give the bits of the first; those are near float64; nodes alone give the same bits."""
+    for heads, length, count, kind in [(8, 2500, 9, "near"), (64, 2049, 33, "wide"), (64, 63, 65, "chain"), (8, 1090, 65, "near"), (64, 0, 9, "wide")]:
+        step = scenario.make([length], [count], heads, device, seed=length, kind=kind)
+        want = ref.attend(*step.arguments, scenario.SCALE)
+        first: torch.Tensor | None = None
+        line: dict[str, Any] = {}
+        for name, shape in op.SHAPES.items():
+            key = f"check {heads} {length} {count} {name}"
+            if not op.fits(shape, arch, heads, 576) or not sweep.start(name, key):
+                continue
+            outs = [attend(step, name, parts) for parts in (op.PARTIAL_BYTES, 0) if shape.walk or parts]
+            alone = attend(scenario.alone(step, 0, count - 1), name)
+            torch.cuda.synchronize()
+            first = outs[0] if first is None else first
+            error = float((outs[0].double() - want).abs().max() / want.abs().max())
+            line[name] = [f"{error:.1e}", all(same(o, first) for o in outs), same(alone[0], outs[0][count - 1])]
+        sweep.say(check=f"{heads} heads, {length} + {count} {kind}", result=line, meaning="error, equal to first, node equals alone")
+
+
+def times(sweep: Sweep, device: torch.device, arch: str) -> None:
+    """Every case with every candidate."""
+    for rows, heads, nodes, context in [(1, *goal) for goal in bench.GOALS + bench.MORE] + bench.BATCHES:
+        best: tuple[float, str] | None = None
+        for name, law in candidates(heads, nodes, context, rows):
+            key = f"{rows}x{nodes} {heads}h {context} {name}/{law.unit}/{law.group}"
+            if not op.fits(op.SHAPES[name], arch, heads, 576) or not sweep.start(name, key):
+                continue
+            case = bench.Bench(rows, heads, nodes, context, device, name, law)
+            us = time_graph(case.launch, len(case.tables), 5)
+            error = None if best else case.error()
+            best = min(best or (us, key), (us, key))
+            rate = op.flops(heads, [context] * rows, [nodes] * rows) / us / 1e6
+            sweep.say(key=key, us=round(us, 2), tflop_s=round(rate, 1), gb_s=round(rows * context * 1152 / us / 1e3), error=error)
+        if best:
+            sweep.say(best=best[1], us=round(best[0], 2))
+
+
+def child(folder: Path, seconds: float) -> None:
+    """One process of the sweep."""
+    sweep = Sweep(folder, seconds)
+    device = torch.device("cuda", torch.cuda.current_device())
+    arch = jit.arch_of(torch.cuda.get_device_capability(device))
+    began = time.time()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda source: jit.build(source, arch), sources(arch)))
+    sweep.say(device=torch.cuda.get_device_name(device), compiled_s=round(time.time() - began, 1), read_peak_gb_s=read_peak(device) / 1e9)
+    check(sweep, device, arch)
+    times(sweep, device, arch)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run children until one ends well or nothing new breaks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args(argv)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    if asked.child:
+        child(asked.folder, asked.seconds)
+        return 0
+    end = time.time() + asked.seconds
+    while (left := end - time.time()) > 10:
+        again = [sys.executable, "-m", "draftwood.kernels.mla_attention.sweep", str(asked.folder), "--child", "--seconds", str(left)]
+        try:
+            if subprocess.run(again, timeout=left + 20, check=False).returncode == 0:
+                return 0
+        except subprocess.TimeoutExpired:
+            print("a shape did not come back", flush=True)
+        progress = Sweep(asked.folder, left)
+        broken = progress.current.read_text() if progress.current.exists() else ""
+        if not broken or broken in progress.broken:
+            return 1
+        progress.say(broken=broken)
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,296 @@
+"""Latent attention of trees: the reference by brute force, the kernels by emulation and by limits; on a GPU, the laws."""
+
+import os
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from draftwood.errors import ConfigError
+from draftwood.kernels import check, jit
+from draftwood.kernels.mla_attention import bench, op, ref, scenario
+from draftwood.kernels.mla_attention.scenario import SCALE, alone, attend, make, same
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+TREES = [(1, "near"), (9, "near"), (33, "wide"), (65, "near"), (65, "chain")]
+STARTS = (0, 1, 63, 64, 65, 127, 128, 511, 512, 1023, 4095)
+EDGES = (7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65)
+SMALL = op.Law(128, 256)
+"""Short groups, so that emulation meets several."""
+
+
+def cuda() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest difference relative to the largest value; NaN counts as infinite."""
+    e = float((got.double() - want).abs().max() / want.abs().max())
+    return e if e == e else float("inf")
+
+
+def live(step: scenario.Step) -> torch.Tensor:
+    """Flat tokens that are live nodes."""
+    return torch.tensor(
+        [int(s) + i for s, n in zip(step.starts, step.counts, strict=True) for i in range(int(n))], device=step.q.device
+    )
+
+
+# ------------------------------------------------------------------------------------------------- the reference
+
+
+@pytest.mark.parametrize("kind", ["near", "wide", "chain", "star"])
+def test_reference_sees_the_prefix_its_ancestors_and_itself(kind: str) -> None:
+    step = make([130, 0, 63], [9, 65, 0], heads=2, kind=kind, latent=32, rope=16, dtype=torch.float64)
+    got = ref.attend(*step.arguments, SCALE)
+    for row, paths in enumerate(step.paths):
+        for node, path in enumerate(paths):
+            t = int(step.starts[row]) + node
+            keys = torch.cat((step.prefixes[row], step.latents[row][path]))
+            for head in range(2):
+                weights = torch.softmax(keys @ torch.cat((step.q[t, head], step.q_pe[t, head])) * SCALE, 0)
+                torch.testing.assert_close(got[t, head], weights @ keys[:, :32])
+
+
+def test_reference_of_a_node_alone_is_that_of_the_node_in_its_tree() -> None:
+    step = make([100], [33], heads=2, latent=32, rope=16, dtype=torch.float64)
+    got = ref.attend(*step.arguments, SCALE)
+    for node in range(33):
+        torch.testing.assert_close(ref.attend(*alone(step, 0, node).arguments, SCALE)[0], got[node])
+
+
+# ------------------------------------------------------------------------------------------------- limits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", jit.ARCHS)
+def test_every_variant_keeps_its_limits(arch: str) -> None:
+    for variant in op.variants():
+        if arch in variant.archs:
+            check.check("mla_attention", variant, arch)
+
+
+def test_what_is_chosen_fits_its_architecture() -> None:
+    for arch in jit.ARCHS:
+        for rows in (1, 8, 128):
+            for nodes in (1, 9, 65):
+                for heads in (8, 16, 32, 64):
+                    for context in (1024, 32768, 262144):
+                        assert op.fits(op.SHAPES[op.choose(rows, nodes, heads, context, arch)], arch, heads, 576)
+
+
+def test_cases_cover_every_goal_and_count_bytes() -> None:
+    found = {c.label: c for c in bench.cases()}
+    for heads, nodes, context in bench.GOALS:
+        case = found[f"1 x {nodes} nodes, {heads} heads, context {context}"]
+        assert case.bytes > context * 1152 and case.flops == 2 * nodes * heads * context * 1088
+
+
+@pytest.mark.parametrize(("rows", "nodes", "said"), [(1, 66, "66 nodes"), (257, 1, "257 rows")])
+def test_a_bucket_beyond_the_kernels_is_one_line(rows: int, nodes: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        op.MlaAttention(rows, nodes, 8, 1024, SCALE, torch.device("cuda", 0))
+
+
+# ------------------------------------------------------------------------------------------------- emulation
+
+
+def _emulator(folder: Path, shape: op.Shape, heads: int, latent: int, rope: int) -> Path:
+    binary = folder / "emulator"
+    macros = shape.macros(heads, latent, rope, SMALL) | op.sizes(latent, rope, SMALL)
+    flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-w", "-DEMULATION", *(f"-D{k}={v}" for k, v in macros.items())]
+    subprocess.run(["g++", *flags, "-o", str(binary), str(op.FOLDER / "emulation" / "main.cpp")], check=True)
+    return binary
+
+
+def _emulate(binary: Path, shape: op.Shape, step: scenario.Step, whole: bool = False, late: bool = False) -> torch.Tensor:
+    """Run the kernels' text on a CPU. whole: partials for walking rows only; late: copies arrive as late as they may."""
+    tokens, heads, latent = step.q.shape
+    rows, span = len(step.lengths), SMALL.group if shape.walk else SMALL.unit
+    full = sum(-(-int(n + c) // span) * int(c) * heads for n, c in zip(step.lengths, step.counts, strict=True))
+    parts, blocks, warps = (2 * tokens * heads, 100, 1) if whole else (full, 7, 2)
+    sizes = [rows, tokens // rows, heads, step.table.shape[1], 2, tokens, parts, 100_000, blocks, warps]
+    content = [torch.tensor(sizes, dtype=torch.int32), torch.tensor([SCALE * op.LOG2E], dtype=torch.float32), step.lengths, step.counts]
+    content += [step.starts, step.table, step.masks, step.q, step.q_pe, step.cache]
+    source, result = binary.with_suffix(".in"), binary.with_suffix(".out")
+    with source.open("wb") as file:
+        for x in content:
+            data = x.contiguous().view(torch.int16 if x.dtype == torch.bfloat16 else x.dtype).numpy()
+            file.write(struct.pack("<q", data.size) + data.tobytes())
+    environment = dict(os.environ) | ({"DEFER": "1"} if late else {})
+    code = subprocess.run([str(binary), str(source), str(result)], env=environment, check=False).returncode
+    assert code == (10 if whole else 0)
+    return torch.frombuffer(bytearray(result.read_bytes()), dtype=torch.bfloat16).view(tokens, heads, latent)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["u1x4", "g1x8h4", "g4x8h3s1", "nano"])
+def test_emulated_kernels_are_the_reference_whatever_blocks_do(tmp_path: Path, name: str) -> None:
+    shape, latent, rope = (op.NARROW, 96, 16) if name == "nano" else (op.SHAPES[name], 512, 64)
+    binary = _emulator(tmp_path, shape, 8, latent, rope)
+    step = make([300, 0], [5, 3], 8, latent=latent, rope=rope)
+    got, some = _emulate(binary, shape, step), live(step)
+    assert error(got[some], ref.attend(*step.arguments, SCALE)[some]) < 1e-2
+    assert same(got[some], _emulate(binary, shape, step, late=True)[some])
+    assert same(got[4], _emulate(binary, shape, alone(step, 0, 4))[0])
+    dead = sorted(set(range(len(got))) - set(some.tolist()))
+    assert bool((got[dead].view(torch.int16) == 0x7FFF).all()), "only live nodes are written"
+
+
+@needs_compiler
+def test_emulated_walk_over_whole_rows_gives_the_bits_of_groups(tmp_path: Path) -> None:
+    shape = op.SHAPES["g1x4"]
+    binary, step = _emulator(tmp_path, shape, 8, 512, 64), make([980], [2], 8, kind="chain")
+    assert same(_emulate(binary, shape, step), _emulate(binary, shape, step, whole=True))
+
+
+# ------------------------------------------------------------------------------------------------- on a GPU
+
+
+def _shapes(heads: int) -> list[str]:
+    arch = jit.arch_of(torch.cuda.get_device_capability())
+    return [name for name, shape in op.SHAPES.items() if op.fits(shape, arch, heads, 576)]
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("heads", [8, 64])
+def test_every_shape_has_the_same_bits_and_they_are_near_float64(heads: int) -> None:
+    worst = 0.0
+    for start in STARTS:
+        for nodes, kind in TREES:
+            step = make([start], [nodes], heads, cuda(), seed=start, kind=kind)
+            first = attend(step)
+            worst = max(worst, error(first, ref.attend(*step.arguments, SCALE)))
+            for name in _shapes(heads):
+                assert same(attend(step, name), first), f"{name} at {start} + {nodes} {kind}"
+    assert worst < 6e-3
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("heads", [8, 64])
+def test_a_node_has_the_bits_of_the_same_token_decoded_alone(heads: int) -> None:
+    for start in (0, 63, 64, 512, 1023, 1085, 2500):
+        for nodes, kind in TREES:
+            step = make([start], [nodes], heads, cuda(), seed=start + 1, kind=kind)
+            got = attend(step)
+            for node in range(nodes) if start < 65 else sorted({0, 1, nodes // 2, nodes - 1} & set(range(nodes))):
+                assert same(attend(alone(step, 0, node, seed=node))[0], got[node]), f"node {node} of {start} + {nodes} {kind}"
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("nodes", EDGES)
+def test_edge_sizes(nodes: int) -> None:
+    step = make([700], [nodes], 8, cuda(), seed=nodes)
+    got = attend(step)
+    assert error(got, ref.attend(*step.arguments, SCALE)) < 6e-3
+    assert same(attend(alone(step, 0, nodes - 1))[0], got[nodes - 1])
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", ["u2x8", "g1x4", "g4x8h3s1"])
+def test_a_row_does_not_depend_on_other_rows_their_number_its_slot_or_pages(shape: str) -> None:
+    lengths, counts = [0, 3000, 65, 1, 512, 2047, 900], [9, 3, 0, 33, 1, 17, 9]
+    step = make(lengths, counts, 8, cuda(), seed=5, nodes=33)
+    got = attend(step, shape)
+    assert same(attend(step, shape, partial_bytes=0) if shape[0] == "g" else got, got)
+    assert torch.isnan(got).flatten(1).any(1).sum() == len(got) - sum(counts), "only live nodes are written"
+    for row in (0, 1, 3, 4, 5, 6):
+        n, t = counts[row], int(step.starts[row])
+        cache, table = scenario.place([step.prefixes[row]], [step.latents[row]], np.random.default_rng(row))
+        ints = [torch.tensor([x], dtype=torch.int64, device=cuda()) for x in (lengths[row], n, 0)]
+        own = scenario.Step(
+            step.q[t : t + n].contiguous(), step.q_pe[t : t + n].contiguous(), cache, table, *ints,
+            step.masks[t : t + n].contiguous(), [step.prefixes[row]], [step.latents[row]], [step.paths[row]],
+        )  # fmt: skip
+        assert same(attend(own), got[t : t + n]), f"row {row}"
+
+
+@gpu
+@needs_gpu
+def test_another_law_has_other_bits() -> None:
+    step = make([4095], [9], 8, cuda())
+    assert not same(attend(step), attend(step, law=op.Law(256, 1024)))
+    assert not same(attend(step), attend(step, law=op.Law(128, 2048)))
+
+
+@gpu
+@needs_gpu
+def test_pages_beyond_two_to_the_31_elements() -> None:
+    step = make([700], [33], 8, cuda())
+    want, pages = attend(step), 2**31 // 576 // 64 + 1
+    small = step.cache.view(-1, 64, 576)
+    cache = torch.empty(pages + len(small), 64, 576, dtype=torch.bfloat16, device=cuda())
+    cache[pages:] = small
+    step.cache, step.table = cache.view(-1, 576), step.table + pages
+    assert step.cache.numel() > 2**31 and same(attend(step), want)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", ["u1x4", "g2x8"])
+def test_a_thousand_replays_have_the_same_bits_and_follow_new_lengths(shape: str) -> None:
+    step = make([1500, 900], [9, 5], 8, cuda(), nodes=9)
+    lengths, counts = step.lengths.clone(), step.counts.clone()
+    one = op.MlaAttention(2, 9, 8, 4096, SCALE, cuda(), shape=shape)
+    out = torch.full_like(step.q, float("nan"))
+
+    def launch() -> None:
+        one.plan(lengths, counts, step.starts)
+        one(step.q, step.q_pe, step.cache, step.table, step.masks, out)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        launch()
+    stream.synchronize()
+    first, graph = out.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        launch()
+    differ = torch.zeros((), dtype=torch.int64, device=cuda())
+    for _ in range(1000):
+        graph.replay()
+        differ += (out.view(torch.int16) != first.view(torch.int16)).sum()
+    assert int(differ) == 0 and same(first, attend(step))
+    lengths[1], counts[0] = 0, 0
+    other = make([1500, 0], [0, 5], 8, cuda(), nodes=9)
+    other.q, other.q_pe, other.cache, other.table, other.masks = step.q, step.q_pe, step.cache, step.table, step.masks
+    out.fill_(float("nan"))
+    step.cache[scenario_slots(step, 1, 5)] = 1.0
+    graph.replay()
+    assert same(out, attend(other))
+
+
+def scenario_slots(step: scenario.Step, row: int, count: int) -> torch.Tensor:
+    """Slots of the first `count` positions of a row."""
+    return ref.slots_of(step.table[row], torch.arange(count, device=step.table.device))
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("partial_bytes", [op.PARTIAL_BYTES, 0])
+def test_128_rows_of_33_nodes(partial_bytes: int) -> None:
+    lengths = [(37 * r) % 1900 for r in range(128)]
+    step = make(lengths, [33 - r % 3 for r in range(128)], 8, cuda(), nodes=33)
+    got, some = attend(step, "g2x8", partial_bytes), live(step)
+    assert error(got[some], ref.attend(*step.arguments, SCALE, dtype=torch.float32)[some].double()) < 6e-3
+    for row in (0, 50, 127):
+        assert same(attend(alone(step, row, 30))[0], got[row * 33 + 30])
+
+
+@gpu
+@needs_gpu
+def test_narrow_latents_of_nano() -> None:
+    step = make([700, 3, 64], [9, 65, 1], 8, cuda(), nodes=65, latent=96, rope=16)
+    got, some = attend(step), live(step)
+    assert error(got[some], ref.attend(*step.arguments, SCALE)[some]) < 6e-3
+    for row, node in ((0, 8), (1, 64), (2, 0)):
+        assert same(attend(alone(step, row, node))[0], got[row * 65 + node])
