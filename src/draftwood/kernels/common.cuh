@@ -7,6 +7,9 @@
 //  - No L2 cache hint on cp.async: with a uniform shared offset ptxas 13.0.88 emits LDGSTS [R+UR0],desc[UR1], an illegal
 //    instruction at run time.
 #pragma once
+#ifdef EMULATION         // on a CPU, for tests: the same names
+#include "emulation.h"
+#else
 #include <cuda_bf16.h>
 
 typedef unsigned int u32;
@@ -14,6 +17,9 @@ typedef unsigned long long u64;
 typedef __nv_bfloat16 bf16;
 
 constexpr u32 ALL_LANES = 0xffffffffu;
+
+// The block's dynamic shared memory; once in a kernel.
+#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(128) type name[]
 
 // ---------------------------------------------------------------- programmatic dependent launch
 // pdl_wait: everything the previous kernel of the stream wrote is visible after it; returns at once without a PDL edge.
@@ -101,13 +107,24 @@ __device__ __forceinline__ void mma_first(float (&d)[4], const u32 (&a)[4], u32 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
 
-// ---------------------------------------------------------------- bf16 pairs in one register (low half first in memory)
-__device__ __forceinline__ float low_float(u32 v) { return __uint_as_float(v << 16); }
-__device__ __forceinline__ float high_float(u32 v) { return __uint_as_float(v & 0xffff0000u); }
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {   // round to nearest even
+// Two fp32 -> bf16 pair, to nearest even.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
   __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<u32*>(&v);
 }
+
+// INT4 with zero point 8 -> bf16, exact: nibbles 0 and 4 of v (bits 0..3 and 16..19); 0x4300|q is 128 + q, minus 136.
+__device__ __forceinline__ u32 int4_pair(u32 v) {
+  u32 t, o;
+  asm("lop3.b32 %0,%1,%2,%3,0xea;" : "=r"(t) : "r"(v), "r"(0x000f000fu), "r"(0x43004300u));
+  asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(o) : "r"(t), "r"(0x3f803f80u), "r"(0xC308C308u));
+  return o;
+}
+#endif  // EMULATION
+
+// ---------------------------------------------------------------- bf16 pairs in one register (low half first in memory)
+__device__ __forceinline__ float low_float(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high_float(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 // 8 bf16 of 16 bytes -> fp32
 __device__ __forceinline__ void unpack8(float (&f)[8], const uint4& v) {
   const u32 w[4] = {v.x, v.y, v.z, v.w};
@@ -119,13 +136,6 @@ __device__ __forceinline__ uint4 pack8(const float (&f)[8]) {
 }
 
 // ---------------------------------------------------------------- INT4 (zero point 8) -> bf16, exact
-// Nibbles 0 and 4 of v (bits 0..3 and 16..19) -> two bf16: 0x4300|q is 128 + q exactly, minus 136 is exact.
-__device__ __forceinline__ u32 int4_pair(u32 v) {
-  u32 t, o;
-  asm("lop3.b32 %0,%1,%2,%3,0xea;" : "=r"(t) : "r"(v), "r"(0x000f000fu), "r"(0x43004300u));
-  asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(o) : "r"(t), "r"(0x3f803f80u), "r"(0xC308C308u));
-  return o;
-}
 // One word -> one mma A fragment: a[p] = (nibble p, nibble p + 4) - 8.
 __device__ __forceinline__ void int4_fragment(u32 (&a)[4], u32 v) {
   a[0] = int4_pair(v); a[1] = int4_pair(v >> 4); a[2] = int4_pair(v >> 8); a[3] = int4_pair(v >> 12);

@@ -91,7 +91,7 @@ __device__ __forceinline__ void unit(float (&acc)[4], const Ring& ring, Place& a
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 gate_up_stream(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __restrict__ x, const int4* __restrict__ jobs,
                const int* __restrict__ njobs, const int* __restrict__ pairs, bf16* __restrict__ h) {
-  extern __shared__ __align__(128) unsigned char smem[];           // DEPTH * 576 B a warp
+  DYNAMIC_SHARED(unsigned char, smem);                            // DEPTH * 576 B a warp
   constexpr int T = Part<PART>::TILES;
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   pdl_wait();                                  // the lists come from the router, just before
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 down_stream(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __restrict__ h, const int4* __restrict__ jobs,
             const int* __restrict__ njobs, const int* __restrict__ pairs, const float* __restrict__ weights,
             const bf16* __restrict__ shared, const int* __restrict__ live, bf16* __restrict__ out, int rows) {
-  extern __shared__ __align__(128) unsigned char smem[];           // DEPTH * 576 B a warp, then y[rows * TOPK][16]
+  DYNAMIC_SHARED(unsigned char, smem);                            // DEPTH * 576 B a warp, then y[rows * TOPK][16]
   constexpr int T = Part<PART>::TILES;
   float* y = reinterpret_cast<float*>(smem + WARPS * DEPTH * STEP_BYTES);
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, tile = blockIdx.x;

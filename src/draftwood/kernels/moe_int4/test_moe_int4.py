@@ -38,7 +38,8 @@ def test_repacking_keeps_every_weight_and_pads_with_nothing(width: int) -> None:
     assert weights.width % 128 == 0 and weights.hidden == 256 and weights.experts == 2
     for e in range(2):
         got = repack.expert(weights, e)
-        assert torch.equal(got[0][:width], gate[e]) and torch.equal(got[1][:width], up[e]) and torch.equal(got[2][:, :width], down[e])
+        assert torch.equal(got[0][:width], gate[e]) and torch.equal(got[1][:width], up[e])
+        assert torch.equal(got[2][:, :width], down[e])
         assert not got[0][width:].any() and not got[1][width:].any() and not got[2][:, width:].any()
 
 
@@ -260,7 +261,8 @@ def test_result_matches_float64(shape: op.Shape, rows: int) -> None:
 def test_last_expert_of_384_lies_past_two_to_the_31() -> None:
     packed, batch = random_experts(K26, 384), Batch(K26, 384, rows=2)
     batch.chosen[0] = torch.arange(376, 384, device="cuda")
-    want = ref.experts(batch.x[:1], lambda e: repack.expert(packed, e), batch.chosen[:1], batch.weights[:1], 0, 384, batch.shared[:1])[0]
+    x, chosen, weights, shared = (t[:1] for t in (batch.x, batch.chosen, batch.weights, batch.shared))
+    want = ref.experts(x, lambda e: repack.expert(packed, e), chosen, weights, 0, 384, shared)[0]
     for plan in plans(K26, 1):
         out, _ = batch.run(packed, torch.arange(1, device="cuda"), plan)
         assert (out[0].double() - want).abs().max() / want.abs().max() < 6e-3, plan

@@ -3,7 +3,7 @@
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 ENTRY(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __restrict__ x, const int4* __restrict__ jobs,
       const int* __restrict__ njobs, const int* __restrict__ pairs, Out* __restrict__ out) {
-  extern __shared__ __align__(128) unsigned char smem[];
+  DYNAMIC_SHARED(unsigned char, smem);
   const u32 sm = shared_address(smem);
   pdl_wait();
   pdl_go();

@@ -167,14 +167,14 @@ def route(x: Tensor, router: Router, live: Tensor, out: Lists, tile: int, rows: 
     held = (arg(n), arg(out.first), arg(out.held))
     grid = (shape.experts // 16, shape.segments, -(-n // ROW_BLOCK))
     get("scores", parts=parts)(grid, 32 * shape.warps, (router.weight, x, live, out.partial, arg(n), arg(ROW_BLOCK)), pdl=pdl)
+    scale, cut = np.float32(router.scale), arg(tile)
+    chosen = (out.partial, router.bias, live, out.experts, out.weights)
+    listed = (out.pairs, out.jobs, out.njobs)
     if n <= FUSED_ROWS:
-        args = (out.partial, router.bias, live, out.experts, out.weights, out.pairs, out.jobs, out.njobs)
-        get("choose_lists", parts=1)(1, 1024, (*args, *held, np.float32(router.scale), arg(tile)), pdl=pdl)
+        get("choose_lists", parts=1)(1, 1024, (*chosen, *listed, *held, scale, cut), pdl=pdl)
         return
-    args = (out.partial, router.bias, live, out.experts, out.weights)
-    get("choose", parts=1)(-(-n // 8), 256, (*args, *held, np.float32(router.scale)), pdl=pdl)
-    args = (out.experts, live, out.pairs, out.jobs, out.njobs)
-    get("lists", parts=1)(1, 1024, (*args, *held, arg(tile)), shared=_list_bytes(out.held, n), pdl=pdl)
+    get("choose", parts=1)(-(-n // 8), 256, (*chosen, *held, scale), pdl=pdl)
+    get("lists", parts=1)(1, 1024, (out.experts, live, *listed, *held, cut), shared=_list_bytes(out.held, n), pdl=pdl)
 
 
 def _check(x: Tensor, router: Router, live: Tensor, out: Lists, tile: int, n: int) -> None:

@@ -198,7 +198,7 @@ choose(const float* __restrict__ partial, const float* __restrict__ bias, const 
 extern "C" __global__ void __launch_bounds__(1024)
 lists(const int* __restrict__ experts, const int* __restrict__ live, int* __restrict__ pairs, int4* __restrict__ jobs,
       int* __restrict__ njobs, int rows, int first, int held, int tile) {
-  extern __shared__ __align__(16) u32 space[];
+  DYNAMIC_SHARED(u32, space);
   pdl_wait();
   pdl_go();
   const int n = min(rows, *live), words = (rows + 31) / 32;

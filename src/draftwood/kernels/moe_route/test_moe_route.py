@@ -43,7 +43,7 @@ def test_lists_hold_every_pair_of_held_experts_once(experts: list[list[int]], fi
     pairs, jobs = ref.lists(experts, first, held, tile)
     chosen = list(itertools.chain.from_iterable(experts))
     assert sorted(pairs) == [p for p, e in enumerate(chosen) if first <= e < first + held]
-    covered = []
+    covered: list[int] = []
     for expert, start, count, _ in jobs:
         assert 1 <= count <= tile
         assert all(chosen[p] == first + expert for p in pairs[start : start + count])

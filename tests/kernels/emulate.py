@@ -1,0 +1,57 @@
+"""Runs a kernel's CUDA source on the CPU (kernels/emulation.h): `Emulated` stands in for jit.Kernel on CPU tensors."""
+
+import ctypes
+import functools
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftwood.kernels import jit
+
+COMPILER = shutil.which("g++")
+_FOLDER = tempfile.TemporaryDirectory(prefix="draftwood-emulated-")
+
+
+@functools.cache
+def _library(file: Path, entry: str, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
+    name = hashlib.sha256(repr((file, entry, macros)).encode()).hexdigest()[:16]
+    base = Path(_FOLDER.name) / name
+    base.with_suffix(".cpp").write_text(
+        f'#include "{file}"\n'
+        'extern "C" void emulate(const int* grid, int threads, const unsigned long long* arguments) {\n'
+        f"  emulated::run_grid({{grid[0], grid[1], grid[2]}}, threads, [&] {{ emulated::call({entry}, arguments); }});\n"
+        "}\n"
+    )
+    defines = [f"-D{k}={v}" for k, v in (*macros, ("EMULATION", "1"))]
+    command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *defines, "-o", f"{base}.so", f"{base}.cpp"]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return ctypes.CDLL(f"{base}.so")
+
+
+class Emulated:
+    """The call of jit.Kernel for tensors in the CPU's memory. Blocks run one after another."""
+
+    def __init__(self, source: jit.Source) -> None:
+        macros = tuple(sorted((k, str(v)) for k, v in source.macros.items()))
+        self.library = _library(source.file, source.entry, macros)
+
+    def __call__(
+        self, grid: int | tuple[int, ...], block: int, args: Sequence[Any], shared: int | None = None, pdl: bool = False
+    ) -> None:
+        """Run the grid to its end."""
+        sizes = (grid,) if isinstance(grid, int) else grid
+        words = np.zeros(len(args), np.uint64)
+        for i, a in enumerate(args):
+            if isinstance(a, torch.Tensor):
+                words[i] = a.data_ptr()
+            else:
+                words[i : i + 1].view(a.dtype)[0] = a
+        extent = (ctypes.c_int * 3)(*sizes, *[1] * (3 - len(sizes)))
+        self.library.emulate(extent, block, words.ctypes.data_as(ctypes.c_void_p))
