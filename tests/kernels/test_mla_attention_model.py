@@ -36,7 +36,8 @@ def test_reference_is_the_absorbed_formula_of_the_model(kind: str) -> None:
     q = torch.randn(99, attention.heads, SMALL.qk_head_dim, dtype=torch.float64)
     plain, rotary = q.split((attention.nope, attention.rope), -1)
     absorbed = torch.einsum("thn,hnl->thl", plain, attention.absorb_k)
-    seen = ref.attend(absorbed, rotary, *step.arguments[2:], attention.scale)
+    pages = (step.cache, step.table, step.lengths, step.counts, step.starts, step.masks)
+    seen = ref.attend(absorbed, rotary, *pages, attention.scale)
     want = torch.einsum("thl,hlv->thv", seen, attention.absorb_v)
     plan = plan_step(_slots(step, 33), step.masks.view(3, 33, 2), step.counts.long(), torch.float64)
     flat = torch.arange(99) if plan.flat is None else plan.flat

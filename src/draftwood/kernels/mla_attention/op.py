@@ -237,7 +237,8 @@ class MlaAttention:
         given = sizes(self.latent, self.rope, law)
         shared = self.shape.shared_bytes(self.heads, self.latent + self.rope)
         self._plan = _kernel("plan.cu", "mla_plan", given, device)
-        self._attend = _kernel("attend.cu", "mla_attend", self.shape.macros(self.heads, self.latent, self.rope, law), device, shared)
+        macros = self.shape.macros(self.heads, self.latent, self.rope, law)
+        self._attend = _kernel("attend.cu", "mla_attend", macros, device, shared)
         self._combine = _kernel("combine.cu", "mla_combine", given, device)
 
     def plan(self, lengths: Tensor, counts: Tensor, starts: Tensor) -> None:
@@ -248,7 +249,7 @@ class MlaAttention:
             _expect(name, x, (self.rows,), (torch.int32, torch.int64))
             arrays += [x, np.int32(1 if x.dtype == torch.int32 else 2)]
         lines, own = 16 * self.shape.tiles, 16 * self.shape.own_tiles(self.heads)
-        numbers = [np.int32(self.rows), np.int32(self.heads), np.int32(lines), np.int32(own), np.int32(self.span)]
+        numbers: list[Any] = [np.int32(x) for x in (self.rows, self.heads, lines, own, self.span)]
         numbers += [np.int64(self.parts), np.int32(self.max_jobs)]
         grid = min(32, -(-self.max_jobs // 256))
         self._plan(grid, 256, [*arrays, *numbers, self.jobs, self.row_info, self.head], pdl=True)
@@ -264,8 +265,9 @@ class MlaAttention:
         t, h = self.tokens, self.heads
         _expect("q", q, (t, h, self.latent), (torch.bfloat16,))
         apart = q_pe.stride(1)
-        if q_pe.shape != (t, h, self.rope) or q_pe.dtype != torch.bfloat16 or q_pe.stride() != (h * apart, apart, 1) or apart % 8:
-            raise ValueError(f"q_pe is {tuple(q_pe.shape)} {q_pe.dtype}, strides {q_pe.stride()}; expected {(t, h, self.rope)} bf16")
+        whole = q_pe.stride() == (h * apart, apart, 1) and apart % 8 == 0
+        if q_pe.shape != (t, h, self.rope) or q_pe.dtype != torch.bfloat16 or not whole:
+            raise ValueError(f"q_pe is {tuple(q_pe.shape)} {q_pe.dtype} {q_pe.stride()}; expected {(t, h, self.rope)} bf16")
         _expect("out", out, (t, h, self.latent), (torch.bfloat16,))
         _expect("cache", cache, (cache.shape[0], self.latent + self.rope), (torch.bfloat16,))
         _expect("table", table, (self.rows, table.shape[1]), (torch.int32,))
@@ -273,10 +275,11 @@ class MlaAttention:
         _expect("masks", masks, (t, words), (torch.int64,))
         if words * 64 < self.nodes:
             raise ValueError(f"masks of {words} words for {self.nodes} nodes")
-        shared = [q, q_pe, np.int32(apart), cache, table, np.int32(table.shape[1]), masks, np.int32(words), np.int32(h), self._scale]
+        pages, width = np.int32(table.shape[1]), np.int32(words)
+        shared = [q, q_pe, np.int32(apart), cache, table, pages, masks, width, np.int32(h), self._scale]
         parts = [self.part_o, self.part_ml, self.own_o, self.own_ml]
         self._attend(self.grid, self.shape.warps * 32, [*shared, self.jobs, self.head, *parts], pdl=True)
-        numbers = [np.int32(words), np.int32(self.nodes), np.int32(h)]
+        numbers = [width, np.int32(self.nodes), np.int32(h)]
         grid = (self.rows * self.nodes * h, -(-self.latent // 128))
         self._combine(grid, 32 * self.fold_warps, [self.row_info, self.head, masks, *numbers, *parts, out], pdl=True)
         return out

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwood.kernels.mla_attention import op
+from draftwood.kernels.mla_attention import op, ref
 
 PAGE = 64
 SCALE = 0.14468
@@ -56,10 +56,11 @@ class Step:
     """The nodes' latents of each row [count, width]."""
     paths: list[list[list[int]]]
 
-    @property
-    def arguments(self) -> tuple[Tensor, ...]:
-        """In the order of `ref.attend`, without the scale."""
-        return self.q, self.q_pe, self.cache, self.table, self.lengths, self.counts, self.starts, self.masks
+
+def reference(step: Step, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return what `ref.attend` says about the step."""
+    s = step
+    return ref.attend(s.q, s.q_pe, s.cache, s.table, s.lengths, s.counts, s.starts, s.masks, SCALE, dtype)
 
 
 def place(prefixes: list[Tensor], latents: list[Tensor], rng: np.random.Generator, spare: int = 3) -> tuple[Tensor, Tensor]:

@@ -20,10 +20,12 @@ import torch
 
 from draftwood.kernels import jit
 from draftwood.kernels.case import read_peak, time_graph
-from draftwood.kernels.mla_attention import bench, op, ref, scenario
-from draftwood.kernels.mla_attention.scenario import attend, same
+from draftwood.kernels.mla_attention import bench, op, scenario
+from draftwood.kernels.mla_attention.scenario import attend, reference, same
 
 LAWS = [op.Law(u, g) for u, g in ((128, 1024), (128, 512), (128, 2048), (256, 1024), (256, 2048))]
+CHECKED = [(8, 2500, 9, "near"), (64, 2049, 33, "wide"), (64, 63, 65, "chain"), (8, 1090, 65, "near"), (64, 0, 9, "wide")]
+"""(heads, length, nodes, kind of tree)"""
 
 
 class Sweep:
@@ -65,7 +67,8 @@ def sources(arch: str) -> list[jit.Source]:
     """Everything the sweep loads."""
     found: dict[str, jit.Source] = {}
     for law in LAWS:
-        one = [jit.Source(op.FOLDER / f, e, op.sizes(512, 64, law)) for f, e in (("plan.cu", "mla_plan"), ("combine.cu", "mla_combine"))]
+        given = op.sizes(512, 64, law)
+        one = [jit.Source(op.FOLDER / file, entry, given) for file, entry in (("plan.cu", "mla_plan"), ("combine.cu", "mla_combine"))]
         for shape in op.SHAPES.values():
             for heads in (8, 64):
                 if op.fits(shape, arch, heads, 576):
@@ -76,9 +79,9 @@ def sources(arch: str) -> list[jit.Source]:
 
 def check(sweep: Sweep, device: torch.device, arch: str) -> None:
     """All shapes give the bits of the first; those are near float64; nodes alone give the same bits."""
-    for heads, length, count, kind in [(8, 2500, 9, "near"), (64, 2049, 33, "wide"), (64, 63, 65, "chain"), (8, 1090, 65, "near"), (64, 0, 9, "wide")]:
+    for heads, length, count, kind in CHECKED:
         step = scenario.make([length], [count], heads, device, seed=length, kind=kind)
-        want = ref.attend(*step.arguments, scenario.SCALE)
+        want = reference(step)
         first: torch.Tensor | None = None
         line: dict[str, Any] = {}
         for name, shape in op.SHAPES.items():
@@ -91,7 +94,7 @@ def check(sweep: Sweep, device: torch.device, arch: str) -> None:
             first = outs[0] if first is None else first
             error = float((outs[0].double() - want).abs().max() / want.abs().max())
             line[name] = [f"{error:.1e}", all(same(o, first) for o in outs), same(alone[0], outs[0][count - 1])]
-        sweep.say(check=f"{heads} heads, {length} + {count} {kind}", result=line, meaning="error, equal to first, node equals alone")
+        sweep.say(check=f"{heads} heads, {length} + {count} {kind}", result=line, meaning="error, as first, node as alone")
 
 
 def times(sweep: Sweep, device: torch.device, arch: str) -> None:
@@ -120,7 +123,8 @@ def child(folder: Path, seconds: float) -> None:
     began = time.time()
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda source: jit.build(source, arch), sources(arch)))
-    sweep.say(device=torch.cuda.get_device_name(device), compiled_s=round(time.time() - began, 1), read_peak_gb_s=read_peak(device) / 1e9)
+    name, compiled = torch.cuda.get_device_name(device), round(time.time() - began, 1)
+    sweep.say(device=name, compiled_s=compiled, read_peak_gb_s=read_peak(device) / 1e9)
     check(sweep, device, arch)
     times(sweep, device, arch)
 
@@ -138,7 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     end = time.time() + asked.seconds
     while (left := end - time.time()) > 10:
-        again = [sys.executable, "-m", "draftwood.kernels.mla_attention.sweep", str(asked.folder), "--child", "--seconds", str(left)]
+        module = "draftwood.kernels.mla_attention.sweep"
+        again = [sys.executable, "-m", module, str(asked.folder), "--child", "--seconds", str(left)]
         try:
             if subprocess.run(again, timeout=left + 20, check=False).returncode == 0:
                 return 0

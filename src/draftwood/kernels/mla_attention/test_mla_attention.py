@@ -13,7 +13,7 @@ import torch
 from draftwood.errors import ConfigError
 from draftwood.kernels import check, jit
 from draftwood.kernels.mla_attention import bench, op, ref, scenario
-from draftwood.kernels.mla_attention.scenario import SCALE, alone, attend, make, same
+from draftwood.kernels.mla_attention.scenario import SCALE, alone, attend, make, reference, same
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -48,7 +48,7 @@ def live(step: scenario.Step) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["near", "wide", "chain", "star"])
 def test_reference_sees_the_prefix_its_ancestors_and_itself(kind: str) -> None:
     step = make([130, 0, 63], [9, 65, 0], heads=2, kind=kind, latent=32, rope=16, dtype=torch.float64)
-    got = ref.attend(*step.arguments, SCALE)
+    got = reference(step)
     for row, paths in enumerate(step.paths):
         for node, path in enumerate(paths):
             t = int(step.starts[row]) + node
@@ -60,9 +60,9 @@ def test_reference_sees_the_prefix_its_ancestors_and_itself(kind: str) -> None:
 
 def test_reference_of_a_node_alone_is_that_of_the_node_in_its_tree() -> None:
     step = make([100], [33], heads=2, latent=32, rope=16, dtype=torch.float64)
-    got = ref.attend(*step.arguments, SCALE)
+    got = reference(step)
     for node in range(33):
-        torch.testing.assert_close(ref.attend(*alone(step, 0, node).arguments, SCALE)[0], got[node])
+        torch.testing.assert_close(reference(alone(step, 0, node))[0], got[node])
 
 
 # ------------------------------------------------------------------------------------------------- limits
@@ -116,8 +116,8 @@ def _emulate(binary: Path, shape: op.Shape, step: scenario.Step, whole: bool = F
     full = sum(-(-int(n + c) // span) * int(c) * heads for n, c in zip(step.lengths, step.counts, strict=True))
     parts, blocks, warps = (2 * tokens * heads, 100, 1) if whole else (full, 7, 2)
     sizes = [rows, tokens // rows, heads, step.table.shape[1], 2, tokens, parts, 100_000, blocks, warps]
-    content = [torch.tensor(sizes, dtype=torch.int32), torch.tensor([SCALE * op.LOG2E], dtype=torch.float32), step.lengths, step.counts]
-    content += [step.starts, step.table, step.masks, step.q, step.q_pe, step.cache]
+    content = [torch.tensor(sizes, dtype=torch.int32), torch.tensor([SCALE * op.LOG2E], dtype=torch.float32)]
+    content += [step.lengths, step.counts, step.starts, step.table, step.masks, step.q, step.q_pe, step.cache]
     source, result = binary.with_suffix(".in"), binary.with_suffix(".out")
     with source.open("wb") as file:
         for x in content:
@@ -136,7 +136,7 @@ def test_emulated_kernels_are_the_reference_whatever_blocks_do(tmp_path: Path, n
     binary = _emulator(tmp_path, shape, 8, latent, rope)
     step = make([300, 0], [5, 3], 8, latent=latent, rope=rope)
     got, some = _emulate(binary, shape, step), live(step)
-    assert error(got[some], ref.attend(*step.arguments, SCALE)[some]) < 1e-2
+    assert error(got[some], reference(step)[some]) < 1e-2
     assert same(got[some], _emulate(binary, shape, step, late=True)[some])
     assert same(got[4], _emulate(binary, shape, alone(step, 0, 4))[0])
     dead = sorted(set(range(len(got))) - set(some.tolist()))
@@ -167,7 +167,7 @@ def test_every_shape_has_the_same_bits_and_they_are_near_float64(heads: int) -> 
         for nodes, kind in TREES:
             step = make([start], [nodes], heads, cuda(), seed=start, kind=kind)
             first = attend(step)
-            worst = max(worst, error(first, ref.attend(*step.arguments, SCALE)))
+            worst = max(worst, error(first, reference(step)))
             for name in _shapes(heads):
                 assert same(attend(step, name), first), f"{name} at {start} + {nodes} {kind}"
     assert worst < 6e-3
@@ -191,7 +191,7 @@ def test_a_node_has_the_bits_of_the_same_token_decoded_alone(heads: int) -> None
 def test_edge_sizes(nodes: int) -> None:
     step = make([700], [nodes], 8, cuda(), seed=nodes)
     got = attend(step)
-    assert error(got, ref.attend(*step.arguments, SCALE)) < 6e-3
+    assert error(got, reference(step)) < 6e-3
     assert same(attend(alone(step, 0, nodes - 1))[0], got[nodes - 1])
 
 
@@ -281,7 +281,7 @@ def test_128_rows_of_33_nodes(partial_bytes: int) -> None:
     lengths = [(37 * r) % 1900 for r in range(128)]
     step = make(lengths, [33 - r % 3 for r in range(128)], 8, cuda(), nodes=33)
     got, some = attend(step, "g2x8", partial_bytes), live(step)
-    assert error(got[some], ref.attend(*step.arguments, SCALE, dtype=torch.float32)[some].double()) < 6e-3
+    assert error(got[some], reference(step, torch.float32)[some].double()) < 6e-3
     for row in (0, 50, 127):
         assert same(attend(alone(step, row, 30))[0], got[row * 33 + 30])
 
@@ -291,6 +291,6 @@ def test_128_rows_of_33_nodes(partial_bytes: int) -> None:
 def test_narrow_latents_of_nano() -> None:
     step = make([700, 3, 64], [9, 65, 1], 8, cuda(), nodes=65, latent=96, rope=16)
     got, some = attend(step), live(step)
-    assert error(got[some], ref.attend(*step.arguments, SCALE)[some]) < 6e-3
+    assert error(got[some], reference(step)[some]) < 6e-3
     for row, node in ((0, 8), (1, 64), (2, 0)):
         assert same(attend(alone(step, row, node))[0], got[row * 65 + node])
