@@ -1,0 +1,1 @@
+"""The small steps between the products: RMSNorm with its residual, latent norms, rotary positions, KV writes."""

@@ -1,0 +1,278 @@
+"""Checking and launching the norm and rotary kernels. All results are bf16; strides may be anything in whole rows.
+
+`rows` everywhere: None, or one int32 on the device that says how many of the n rows are real.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwood.kernels import jit
+from draftwood.kernels.check import Variant
+
+_FOLDER = Path(__file__).parent
+_NULL = np.uint64(0)
+
+WIDTHS = (384, 7168)
+"""Hidden sizes: nano and K2.6."""
+LATENTS = ((128, 96, 16), (1536, 512, 64))
+"""(query latent, latent, rotary key)."""
+HEAD_DIMS = (64, 128)
+"""Of the drafters."""
+
+
+def _threads(width: int) -> int:
+    """Threads of a row's block: two chunks of 8 each for wide rows."""
+    chunks = width // 8
+    return -(-chunks // 32) * 32 if chunks <= 256 else -(-chunks // 64) * 32
+
+
+def _norm_source(width: int) -> jit.Source:
+    return jit.Source(_FOLDER / "norm.cu", "rms_norm", {"WIDTH": width, "THREADS": _threads(width)})
+
+
+def _latent_source(q: int, l: int, p: int) -> jit.Source:
+    return jit.Source(_FOLDER / "norm.cu", "latent_write", {"Q_WIDTH": q, "L_WIDTH": l, "P_WIDTH": p})
+
+
+def _latent_threads(q: int, l: int) -> int:
+    return 32 * (-(-q // 256) + -(-l // 256) + 1)
+
+
+def _rope_source(entry: str, **macros: int) -> jit.Source:
+    return jit.Source(_FOLDER / "rope.cu", entry, macros)
+
+
+def variants() -> list[Variant]:
+    """Everything the launchers choose for K2.6, nano and their drafters."""
+    found = [Variant(_norm_source(width), _threads(width), blocks=2) for width in WIDTHS]
+    found += [Variant(_latent_source(*widths), _latent_threads(*widths[:2]), blocks=4) for widths in LATENTS]
+    found += [Variant(_rope_source("query_rope", P_WIDTH=p), 128, blocks=8) for _, _, p in LATENTS]
+    for entry in ("head_norm_rope", "ring_write"):
+        found += [Variant(_rope_source(entry, D=d, PAIRS=pairs), 128, blocks=8) for d in HEAD_DIMS for pairs in (0, 1)]
+    return found
+
+
+@functools.cache
+def _kernel(device: int, make: object, *given: object) -> jit.Kernel:
+    return jit.Kernel(make(*given), device)  # type: ignore[operator]
+
+
+@functools.cache
+def _rope_kernel(device: int, entry: str, macros: tuple[tuple[str, int], ...]) -> jit.Kernel:
+    return jit.Kernel(_rope_source(entry, **dict(macros)), device)
+
+
+def _rows_fit(name: str, x: Tensor | None, n: int | None, width: int) -> None:
+    """Refuse a matrix [n, width] whose rows cannot be read in 16-byte pieces."""
+    if x is None:
+        return
+    if x.dim() != 2 or x.shape[1] != width or (n is not None and x.shape[0] != n) or x.dtype != torch.bfloat16:
+        raise ValueError(f"{name} must be bf16 [{'rows' if n is None else n}, {width}]; it is {x.dtype} {tuple(x.shape)}")
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        raise ValueError(f"{name}: rows must be contiguous and start on 16 bytes; strides {x.stride()}")
+
+
+def _longs_fit(n: int, **given: Tensor | None) -> None:
+    for name, x in given.items():
+        if x is not None and (x.dtype != torch.int64 or x.shape != (n,) or not x.is_contiguous()):
+            raise ValueError(f"{name} must be int64 [{n}]; it is {x.dtype} {tuple(x.shape)}")
+
+
+def _turns_fit(turns: Tensor, width: int) -> None:
+    if turns.dtype != torch.float32 or turns.dim() != 3 or turns.shape[1:] != (width // 2, 2) or not turns.is_contiguous():
+        raise ValueError(f"turns must be float32 [positions, {width // 2}, 2]; it is {turns.dtype} {tuple(turns.shape)}")
+
+
+def _count_fits(rows: Tensor | None) -> None:
+    if rows is not None and (rows.dtype != torch.int32 or rows.numel() != 1):
+        raise ValueError(f"rows must be one int32 on the device; it is {rows.dtype} {tuple(rows.shape)}")
+
+
+def _or_null(x: Tensor | None) -> Tensor | np.uint64:
+    return _NULL if x is None else x
+
+
+def _stride(x: Tensor | None) -> np.int64:
+    return np.int64(0 if x is None else x.stride(0))
+
+
+def add_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    delta: Tensor | None = None,
+    index: Tensor | None = None,
+    residual: Tensor | None = None,
+    tap: Tensor | None = None,
+    out: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """h = x[index] + delta; write h to `residual` and `tap` where given; return norm(h) * weight [n, H].
+
+    x [n, H], or [any, H] with index int64 [n]; delta, residual, tap, out [n, H]; residual may be x without an index.
+    """
+    width = x.shape[-1]
+    n = x.shape[0] if index is None else index.shape[0]
+    out = torch.empty(n, width, dtype=torch.bfloat16, device=x.device) if out is None else out
+    _rows_fit("x", x, None, width)
+    for name, given in (("delta", delta), ("residual", residual), ("tap", tap), ("out", out)):
+        _rows_fit(name, given, n, width)
+    _rows_fit("weight", weight.unsqueeze(0), 1, width)
+    _longs_fit(n, index=index)
+    _count_fits(rows)
+    if width % 8 or not 8 <= width <= 8192:
+        raise ValueError(f"rows of {width} values have no norm kernel; a multiple of 8 up to 8192 is needed")
+    if n:
+        _kernel(x.device.index, _norm_source, width)(
+            n, _threads(width),
+            (x, _or_null(delta), weight, _or_null(index), _or_null(rows), _or_null(residual), _or_null(tap), out, _stride(x),
+             _stride(delta), _stride(residual), _stride(tap), _stride(out), np.float32(eps)),
+            pdl=True,
+        )  # fmt: skip
+    return out
+
+
+def latent_write(
+    x: Tensor, q_weight: Tensor, l_weight: Tensor, turns: Tensor, positions: Tensor, slots: Tensor, cache: Tensor, eps: float,
+    out: Tensor | None = None, rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Norm and store the latents of n nodes; return the normed query latents [n, Q].
+
+    x [n, Q + L + P], turns [positions, P / 2, 2], positions and slots int64 [n], cache [slots, L + P] of one layer,
+    written at `slots`; a negative slot is written nowhere.
+    """
+    q, l, p = q_weight.shape[0], l_weight.shape[0], 2 * turns.shape[1]
+    n = x.shape[0]
+    out = torch.empty(n, q, dtype=torch.bfloat16, device=x.device) if out is None else out
+    _rows_fit("x", x, n, q + l + p)
+    _rows_fit("out", out, n, q)
+    _rows_fit("cache", cache, None, l + p)
+    if not cache.is_contiguous():
+        raise ValueError(f"cache must be one layer, contiguous; strides {cache.stride()}")
+    _turns_fit(turns, p)
+    _longs_fit(n, positions=positions, slots=slots)
+    _count_fits(rows)
+    if q % 8 or l % 8 or p % 8 or p > 256 or _latent_threads(q, l) > 1024:
+        raise ValueError(f"latents of {q} + {l} + {p} values have no kernel; multiples of 8 and a key of at most 256 are needed")
+    if n:
+        _kernel(x.device.index, _latent_source, q, l, p)(
+            n, _latent_threads(q, l),
+            (x, q_weight, l_weight, turns, positions, slots, _or_null(rows), out, cache, _stride(x), _stride(out),
+             np.int32(turns.shape[0]), np.float32(eps)),
+            pdl=True,
+        )  # fmt: skip
+    return out
+
+
+def query_rope(x: Tensor, turns: Tensor, positions: Tensor, out: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
+    """Turn the rotary parts of queries: x, out [n, heads, P] (views), positions int64 [n]; in place without `out`."""
+    out = x if out is None else out
+    n, heads, p = x.shape
+    for name, given in (("x", x), ("out", out)):
+        if given.shape != x.shape or given.dtype != torch.bfloat16:
+            raise ValueError(f"{name} must be bf16 {tuple(x.shape)}; it is {given.dtype} {tuple(given.shape)}")
+        if given.stride(2) != 1 or given.stride(0) % 8 or given.stride(1) % 8 or given.data_ptr() % 16:
+            raise ValueError(f"{name}: heads must be contiguous and start on 16 bytes; strides {given.stride()}")
+    _turns_fit(turns, p)
+    _longs_fit(n, positions=positions)
+    _count_fits(rows)
+    if n:
+        _rope_kernel(x.device.index, "query_rope", (("P_WIDTH", p),))(
+            (n, -(-heads * p // 1024)), 128,
+            (x, out, turns, positions, _or_null(rows), np.int32(heads), np.int64(x.stride(0)), np.int64(x.stride(1)),
+             np.int64(out.stride(0)), np.int64(out.stride(1)), np.int32(turns.shape[0])),
+            pdl=True,
+        )  # fmt: skip
+    return out
+
+
+def _head_macros(d: int, pairs: bool) -> tuple[tuple[str, int], ...]:
+    if d not in (32, 64, 128, 256):
+        raise ValueError(f"heads of {d} values have no kernel; 32, 64, 128 or 256 are needed")
+    return (("D", d), ("PAIRS", int(pairs)))
+
+
+def head_norm_rope(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, turns: Tensor, lengths: Tensor, kv_heads: int, eps: float,
+    pairs: bool = False, rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Norm and turn the queries and keys of blocks in place; values stay.
+
+    qkv [R, block, q_heads + 2 kv_heads, D] contiguous; weights [D]; lengths int64 [R]: token t of row r stands at position
+    lengths[r] + t. pairs: heads are stored so that (2i, 2i + 1) turn together, else (i, i + D / 2).
+    """
+    r, block, heads, d = qkv.shape
+    _rows_fit("qkv", qkv.view(r * block, heads * d), r * block, heads * d)
+    _rows_fit("q_weight", q_weight.unsqueeze(0), 1, d)
+    _rows_fit("k_weight", k_weight.unsqueeze(0), 1, d)
+    _turns_fit(turns, d)
+    _longs_fit(r, lengths=lengths)
+    _count_fits(rows)
+    macros = _head_macros(d, pairs)
+    if r:
+        _rope_kernel(qkv.device.index, "head_norm_rope", macros)(
+            (r * block, -(-(heads - kv_heads) * d // 1024)), 128,
+            (qkv, q_weight, k_weight, turns, lengths, _or_null(rows), np.int32(block), np.int32(heads - 2 * kv_heads),
+             np.int32(kv_heads), np.int64(heads * d), np.int32(turns.shape[0]), np.float32(eps)),
+            pdl=True,
+        )  # fmt: skip
+    return qkv
+
+
+def ring_write(
+    kv: Tensor, k_weights: Tensor, turns: Tensor, lengths: Tensor, counts: Tensor, ids: Tensor, keys: Tensor, values: Tensor,
+    eps: float, pairs: bool = False, rows: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Store context keys (normed, turned) and values of the accepted tokens of each row.
+
+    kv [R, path, 2, layers, kv_heads, D] contiguous; k_weights [layers, D]; lengths, counts, ids int64 [R]: token i of row r
+    stands at position lengths[r] + i and is stored if i < counts[r], at place position % capacity of row ids[r] of keys and
+    values [layers, rows_total, capacity, kv_heads, D]. Of more than `capacity` tokens only the newest are stored.
+    """
+    r, path, two, layers, kv_heads, d = kv.shape
+    whole = two * layers * kv_heads * d
+    _rows_fit("kv", kv.view(r * path, whole), r * path, whole)
+    _rows_fit("k_weights", k_weights, layers, d)
+    if not k_weights.is_contiguous():
+        raise ValueError(f"k_weights must be contiguous; strides {k_weights.stride()}")
+    for name, ring in (("keys", keys), ("values", values)):
+        if ring.shape != keys.shape or ring.shape[0] != layers or ring.shape[3:] != (kv_heads, d) or not ring.is_contiguous():
+            raise ValueError(f"{name} must be [{layers}, rows, capacity, {kv_heads}, {d}] contiguous; it is {tuple(ring.shape)}")
+        if ring.dtype != torch.bfloat16:
+            raise ValueError(f"{name} must be bf16; it is {ring.dtype}")
+    _turns_fit(turns, d)
+    _longs_fit(r, lengths=lengths, counts=counts, ids=ids)
+    _count_fits(rows)
+    macros = _head_macros(d, pairs)
+    if r and path:
+        _rope_kernel(kv.device.index, "ring_write", macros)(
+            (r * path, -(-layers * kv_heads * d // 1024)), 128,
+            (kv, k_weights, turns, lengths, counts, ids, _or_null(rows), keys, values, np.int32(path), np.int32(layers),
+             np.int32(kv_heads), np.int64(whole), np.int64(keys.shape[1]), np.int32(keys.shape[2]), np.int32(turns.shape[0]),
+             np.float32(eps)),
+            pdl=True,
+        )  # fmt: skip
+
+
+def bytes_moved(entry: str, n: int, **size: int) -> int:
+    """Bytes that must move for n rows; `size` names the entry's widths.
+
+    add_norm: width, parts (how many of delta, residual and tap are given). latent_write: q, l, p. query_rope: heads, p.
+    head_norm_rope: heads, d (queries and keys). ring_write: heads (layers x kv heads), d.
+    """
+    if entry == "add_norm":
+        return 2 * size["width"] * (n * (2 + size.get("parts", 0)) + 1)
+    if entry == "latent_write":
+        row, table = size["q"] + size["l"] + size["p"], 4 * size["p"]
+        return n * (4 * row + table + 16) + 2 * (size["q"] + size["l"])
+    if entry == "query_rope":
+        return n * (4 * size["heads"] * size["p"] + 4 * size["p"] + 8)
+    if entry == "head_norm_rope":
+        return n * (4 * size["heads"] * size["d"] + 4 * size["d"])
+    return n * (8 * size["heads"] * size["d"] + 4 * size["d"])
