@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def draft_attention(qkv: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, ids: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
+def draft_attention(
+    qkv: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, ids: Tensor, wide: torch.dtype = torch.float32
+) -> Tensor:
     """Return [R, block, q_heads, D] of qkv's type: softmax(q k / sqrt(D)) v over context and block, no mask.
 
     qkv [R, block, q_heads + 2 kv_heads, D]: queries, keys, values of the block, normed and turned; keys, values
