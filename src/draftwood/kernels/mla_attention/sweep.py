@@ -68,7 +68,7 @@ def sources(arch: str) -> list[jit.Source]:
     found: dict[str, jit.Source] = {}
     for law in LAWS:
         given = op.sizes(512, 64, law)
-        one = [jit.Source(op.FOLDER / file, entry, given) for file, entry in (("plan.cu", "mla_plan"), ("combine.cu", "mla_combine"))]
+        one = [jit.Source(op.FOLDER / f"{name}.cu", f"mla_{name}", given) for name in ("plan", "combine")]
         for shape in op.SHAPES.values():
             for heads in (8, 64):
                 if op.fits(shape, arch, heads, 576):

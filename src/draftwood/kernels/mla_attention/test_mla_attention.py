@@ -1,6 +1,7 @@
 """Latent attention of trees: the reference by brute force, the kernels by emulation and by limits; on a GPU, the laws."""
 
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -96,6 +97,42 @@ def test_cases_cover_every_goal_and_count_bytes() -> None:
 def test_a_bucket_beyond_the_kernels_is_one_line(rows: int, nodes: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         op.MlaAttention(rows, nodes, 8, 1024, SCALE, torch.device("cuda", 0))
+
+
+class Recorder:
+    """Stands in for a loaded kernel: holds each launch against the signature in the source."""
+
+    launched: list[tuple[str, int, int]] = []
+
+    def __init__(self, file: str, entry: str, shared: int) -> None:
+        self.entry, self.shared = entry, shared
+        text = (op.FOLDER / file).read_text()
+        inside = re.search(entry + r"\((.*?)\)\s*{", text, re.DOTALL)
+        assert inside is not None
+        self.parameters = [" ".join(p.split()) for p in inside[1].split(",")]
+
+    def __call__(self, grid: int | tuple[int, ...], block: int, args: list[object], pdl: bool = False) -> None:
+        assert pdl and len(args) == len(self.parameters)
+        for arg, parameter in zip(args, self.parameters, strict=True):
+            kind = parameter.rsplit(" ", 1)[0]
+            if "*" in parameter:
+                assert isinstance(arg, torch.Tensor), parameter
+            else:
+                assert type(arg) is {"int": np.int32, "long long": np.int64, "float": np.float32}[kind], parameter
+        size = grid if isinstance(grid, int) else grid[0] * grid[1]
+        self.launched.append((self.entry, size, block))
+
+
+@pytest.mark.parametrize("name", sorted(op.SHAPES))
+def test_launches_match_the_signatures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(op, "_load", lambda file, entry, macros, device, shared: Recorder(file, entry, shared))
+    monkeypatch.setattr(Recorder, "launched", [])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    step = make([300, 5], [5, 3], 8)
+    attend(step, name)
+    assert [entry for entry, _, _ in Recorder.launched] == ["mla_plan", "mla_attend", "mla_combine"]
+    assert Recorder.launched[1][2] == op.SHAPES[name].warps * 32 and Recorder.launched[2][1] == 2 * 5 * 8 * 4
 
 
 # ------------------------------------------------------------------------------------------------- emulation
