@@ -31,6 +31,7 @@ def one_rank() -> list[int]:
         return llm.generate(PROMPT, {"seed": 7, "temperature": 0.8, "max_tokens": 16})[0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [("--tp", "2"), ("--ep", "2"), ("--tp", "2", "--ep", "2")], ids=" ".join)
 def test_ranks_give_the_token_ids_of_one_rank(one_rank, split):
     done = subprocess.run(command(*FLAGS, *split, "--json"), env=environment(), capture_output=True, text=True, timeout=120)
