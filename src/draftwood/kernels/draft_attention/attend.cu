@@ -9,7 +9,7 @@
 // form writes one chunk per block of threads and `draft_combine` merges; the whole form walks all chunks and merges as it
 // goes: the same operations on the same numbers.  A query row is a row of the mma and a key head is its own, so neither
 // other queries nor other rows matter.
-#include "../common.cuh"
+#include "../rounded.cuh"
 
 #ifndef D
 #define D 128            // width of a head: 64 or 128
@@ -20,32 +20,15 @@
 constexpr int TILE = 64, CHUNK = 256, STAGES = SPLIT ? 3 : 2, WARPS = 4, QUERIES = 16 * WARPS, OWN_KEYS = 16;
 constexpr int PIECES = D / 8, ROW = D * 2, HALF_STAGE = TILE * ROW, STAGE = 2 * HALF_STAGE;      // bytes; keys, then values
 
-#define MINUS_INFINITY __int_as_float(0xff800000)
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ int load_int(const int* p) {
-  int v;
-  asm volatile("ld.global.s32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ long long load_long(const long long* p) {
-  long long v;
-  asm volatile("ld.global.s64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
 
 // (M, L) <- (M, L) + (m, l); the factors for their o's are a and b.
 __device__ __forceinline__ void merge(float& M, float& L, float m, float l, float& a, float& b) {
   const float top = fmaxf(M, m);
-  a = exp2_fast(__fsub_rn(M, top)); b = exp2_fast(__fsub_rn(m, top));
-  L = __fmaf_rn(L, a, __fmul_rn(l, b));
+  a = exp2_fast(sub_rn(M, top)); b = exp2_fast(sub_rn(m, top));
+  L = fma_rn(L, a, mul_rn(l, b));
   M = top;
 }
-__device__ __forceinline__ float merged(float O, float a, float o, float b) { return __fmaf_rn(O, a, __fmul_rn(o, b)); }
+__device__ __forceinline__ float merged(float O, float a, float o, float b) { return fma_rn(O, a, mul_rn(o, b)); }
 
 __device__ __forceinline__ int context_of(const long long* lengths, int row, int capacity) {
   const long long length = load_long(lengths + row);
@@ -88,7 +71,7 @@ struct Keys {
 struct State {           // of this lane's two query rows: g and g + 8
   float m[2], l[2], o[D / 8][4];
   __device__ __forceinline__ void clear() {
-    m[0] = m[1] = MINUS_INFINITY; l[0] = l[1] = 0.f;
+    m[0] = m[1] = minus_infinity(); l[0] = l[1] = 0.f;
 #pragma unroll
     for (int i = 0; i < D / 8; i++)
 #pragma unroll
@@ -116,25 +99,25 @@ __device__ __forceinline__ void add_tile(State& x, const u32 (&q)[D / 16][4], u3
   for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      s[n][i] = n * 8 + c * 2 + (i & 1) < valid ? __fmul_rn(s[n][i], scale) : MINUS_INFINITY;
+      s[n][i] = n * 8 + c * 2 + (i & 1) < valid ? mul_rn(s[n][i], scale) : minus_infinity();
       top[i >> 1] = fmaxf(top[i >> 1], s[n][i]);
     }
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     top[h] = fmaxf(top[h], __shfl_xor_sync(ALL_LANES, top[h], 1));
     top[h] = fmaxf(top[h], __shfl_xor_sync(ALL_LANES, top[h], 2));
-    const float shrink = exp2_fast(__fsub_rn(x.m[h], top[h]));
+    const float shrink = exp2_fast(sub_rn(x.m[h], top[h]));
     x.m[h] = top[h];
-    x.l[h] = __fmul_rn(x.l[h], shrink);
+    x.l[h] = mul_rn(x.l[h], shrink);
 #pragma unroll
-    for (int i = 0; i < D / 8; i++) { x.o[i][2 * h] = __fmul_rn(x.o[i][2 * h], shrink); x.o[i][2 * h + 1] = __fmul_rn(x.o[i][2 * h + 1], shrink); }
+    for (int i = 0; i < D / 8; i++) { x.o[i][2 * h] = mul_rn(x.o[i][2 * h], shrink); x.o[i][2 * h + 1] = mul_rn(x.o[i][2 * h + 1], shrink); }
   }
 #pragma unroll
   for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      s[n][i] = exp2_fast(__fsub_rn(s[n][i], top[i >> 1]));
-      x.l[i >> 1] = __fadd_rn(x.l[i >> 1], s[n][i]);
+      s[n][i] = exp2_fast(sub_rn(s[n][i], top[i >> 1]));
+      x.l[i >> 1] = add_rn(x.l[i >> 1], s[n][i]);
     }
   const u32 value = at + HALF_STAGE + (lane & 15) * ROW;       // key lane%16, and lane/16 picks the left or right 8 columns
 #pragma unroll
@@ -168,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 draft_attend(const bf16* qkv, const bf16* ring_k, const bf16* ring_v, const long long* lengths, const long long* ids,
              const int* rows, bf16* out, float* part_o, float* part_ml, int block, int share, int kv_heads, int capacity,
              int chunks, float scale) {
-  extern __shared__ __align__(128) unsigned char smem[];
+  DYNAMIC_SHARED(unsigned char, smem);
   const u32 base = shared_address(smem);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   const int queries = share * block, groups = (queries + QUERIES - 1) / QUERIES;
@@ -203,7 +186,7 @@ draft_attend(const bf16* qkv, const bf16* ring_k, const bf16* ring_v, const long
   State now;
   now.clear();
 #if !SPLIT
-  float M[2] = {MINUS_INFINITY, MINUS_INFINITY}, L[2] = {0.f, 0.f};
+  float M[2] = {minus_infinity(), minus_infinity()}, L[2] = {0.f, 0.f};
   float* all = reinterpret_cast<float*>(smem + STAGES * STAGE) + threadIdx.x;   // o of the merged chunks: [D / 2][threads]
 #pragma unroll
   for (int k = 0; k < D / 2; k++) all[k * 32 * WARPS] = 0.f;
@@ -253,12 +236,12 @@ draft_attend(const bf16* qkv, const bf16* ring_k, const bf16* ring_v, const long
     for (int k = 0; k < D / 8; k++)
       *reinterpret_cast<float2*>(part_o + at * D + k * 8 + c * 2) = make_float2(now.o[k][2 * h], now.o[k][2 * h + 1]);
 #else
-    const float whole = __frcp_rn(L[h]);
+    const float whole = rcp_rn(L[h]);
     bf16* to = out + (((long long)row * block + m % block) * q_heads + kv * share + m / block) * D;
 #pragma unroll
     for (int k = 0; k < D / 8; k++)
-      *reinterpret_cast<u32*>(to + k * 8 + c * 2) = pack_bf16(__fmul_rn(all[(4 * k + 2 * h) * 32 * WARPS], whole),
-                                                              __fmul_rn(all[(4 * k + 2 * h + 1) * 32 * WARPS], whole));
+      *reinterpret_cast<u32*>(to + k * 8 + c * 2) = pack_bf16(mul_rn(all[(4 * k + 2 * h) * 32 * WARPS], whole),
+                                                              mul_rn(all[(4 * k + 2 * h + 1) * 32 * WARPS], whole));
 #endif
   }
 }
@@ -279,7 +262,7 @@ draft_combine(const float* part_o, const float* part_ml, const long long* length
   const long long first = ((long long)row * kv_heads + kv) * chunks * queries + m;
   const float* o = part_o + first * D + lane * OWN;
   const float* ml = part_ml + first * 2;
-  float M = MINUS_INFINITY, L = 0.f, all[OWN];
+  float M = minus_infinity(), L = 0.f, all[OWN];
 #pragma unroll
   for (int k = 0; k < OWN; k++) all[k] = 0.f;
 #pragma unroll 4
@@ -291,9 +274,9 @@ draft_combine(const float* part_o, const float* part_ml, const long long* length
 #pragma unroll
     for (int k = 0; k < OWN; k++) all[k] = merged(all[k], a, part[k], b);
   }
-  const float whole = __frcp_rn(L);
+  const float whole = rcp_rn(L);
   bf16* to = out + (((long long)row * block + m % block) * share * kv_heads + kv * share + m / block) * D + lane * OWN;
 #pragma unroll
-  for (int k = 0; k < OWN; k += 2) *reinterpret_cast<u32*>(to + k) = pack_bf16(__fmul_rn(all[k], whole), __fmul_rn(all[k + 1], whole));
+  for (int k = 0; k < OWN; k += 2) *reinterpret_cast<u32*>(to + k) = pack_bf16(mul_rn(all[k], whole), mul_rn(all[k + 1], whole));
 }
 #endif

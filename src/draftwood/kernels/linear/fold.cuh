@@ -14,7 +14,7 @@
 // GLU: tile t holds gate rows 8t..8t+7 as its rows 0..7 and up rows 8t..8t+7 as 8..15; Y is [n, N/2] = silu(gate) * up,
 //   both in fp32 before the one rounding.
 #pragma once
-#include "../common.cuh"
+#include "../rounded.cuh"
 
 #ifndef CLUSTER
 #define CLUSTER 1        // blocks of a cluster, along K
@@ -25,7 +25,7 @@
 #ifndef TAIL
 #define TAIL 0           // 1: K is no multiple of 64 (it is one of 8)
 #endif
-#if CLUSTER > 1
+#if CLUSTER > 1 && !defined(EMULATION)
 #define CLUSTER_SHAPE __cluster_dims__(CLUSTER, 1, 1)   // fixed in the code: a plain launch with grid (CLUSTER, ...) makes them
 #else
 #define CLUSTER_SHAPE
@@ -35,6 +35,23 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint4& a, u32 b0, u32 b
   const u32 w[4] = {a.x, a.y, a.z, a.w};
   mma(d, w, b0, b1);
 }
+#ifdef EMULATION
+// Blocks run one after another: each leaves its shared memory behind, and the last one folds for all.
+static unsigned char left_behind[CLUSTER][emulated::SHARED];
+inline void shared_store(u32 a, float v) { memcpy(emulated::place(a, 4), &v, 4); }
+inline u32 address_in(u32 a, u32 rank) { return a | rank << 24; }
+inline float cluster_load(u32 a) {
+  float v;
+  memcpy(&v, CLUSTER > 1 ? left_behind[a >> 24] + (a & 0xffffff) : emulated::place(a, 4), 4);
+  return v;
+}
+inline float2 cluster_load2(u32 a) { return {cluster_load(a), cluster_load(a + 4)}; }
+inline void block_or_cluster_sync() {
+  __syncthreads();
+  if (CLUSTER > 1 && threadIdx.x == 0) memcpy(left_behind[blockIdx.x], emulated::shared, emulated::SHARED);
+  __syncthreads();
+}
+#else
 __device__ __forceinline__ void shared_store(u32 a, float v) { asm volatile("st.shared.f32 [%0],%1;" ::"r"(a), "f"(v) : "memory"); }
 __device__ __forceinline__ u32 address_in(u32 a, u32 rank) {       // the same place in another block of the cluster
   u32 d;
@@ -55,11 +72,7 @@ __device__ __forceinline__ void block_or_cluster_sync() {
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
   else __syncthreads();
 }
-__device__ __forceinline__ int load_int(const int* p) {            // written by an earlier kernel: not the read-only path
-  int v;
-  asm volatile("ld.global.s32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
+#endif
 __device__ __forceinline__ float silu(float g) { return g / (1.f + __expf(-g)); }
 
 // Where results go: token t's output c is at y[t * stride + c], in fp32 or bf16; residual has y's strides and may be y.
@@ -72,12 +85,12 @@ struct Output {
 
 __device__ __forceinline__ void store2(const Output& out, long long at, float a, float b) {
   if (out.wide) { *reinterpret_cast<float2*>((float*)out.y + at) = make_float2(a, b); return; }
-  __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
+  u32 v = pack_bf16(a, b);
   if (out.residual) {    // as bf16 tensors add: the product is rounded first
-    const __nv_bfloat162 r = *reinterpret_cast<const __nv_bfloat162*>(out.residual + at);
-    v = __floats2bfloat162_rn(__low2float(v) + __low2float(r), __high2float(v) + __high2float(r));
+    const u32 r = *reinterpret_cast<const u32*>(out.residual + at);
+    v = pack_bf16(low_float(v) + low_float(r), high_float(v) + high_float(r));
   }
-  *reinterpret_cast<__nv_bfloat162*>((bf16*)out.y + at) = v;
+  *reinterpret_cast<u32*>((bf16*)out.y + at) = v;
 }
 
 // Fold the segments' partials and store.  Segment s: block s / SEG of the cluster, at part + (s % SEG) * PSTRIDE bytes,
@@ -85,9 +98,16 @@ __device__ __forceinline__ void store2(const Output& out, long long at, float a,
 // is two outputs of one token (GLU: a gate and its up).  first: token of column 0; row0: first row of the block.
 template <int SEG, u32 PSTRIDE, u32 RSTRIDE, int ROWS, int THREADS>
 __device__ __forceinline__ void fold(u32 part, int rank, int columns, int row0, int first, int n, int N, const Output& out) {
+#ifdef EMULATION
+  if (CLUSTER > 1 && rank < CLUSTER - 1) return;
+  if (CLUSTER > 1) rank = 0;
+  constexpr int BY = THREADS;
+#else
+  constexpr int BY = CLUSTER * THREADS;
+#endif
   constexpr int HALF = ROWS / 2, S = CLUSTER * SEG;
   const int count = min(columns, n - first) * HALF;
-  for (int i = rank * THREADS + threadIdx.x; i < count; i += CLUSTER * THREADS) {
+  for (int i = rank * THREADS + threadIdx.x; i < count; i += BY) {
     const int t = i / HALF, j = i % HALF, r = GLU ? (j >> 3) * 16 + (j & 7) : 2 * j;
     const u32 a = part + (t * RSTRIDE + r) * 4;
     float2 p[S];                                 // all loads first: one latency of the cluster's shared memory
@@ -98,7 +118,7 @@ __device__ __forceinline__ void fold(u32 part, int rank, int columns, int row0, 
     }
     float2 v = p[0];
 #pragma unroll
-    for (int s = 1; s < S; s++) { v.x = __fadd_rn(v.x, p[s].x); v.y = __fadd_rn(v.y, p[s].y); }
+    for (int s = 1; s < S; s++) { v.x = add_rn(v.x, p[s].x); v.y = add_rn(v.y, p[s].y); }
     if (row0 + r >= N) continue;
     if (GLU) ((bf16*)out.y)[(first + t) * out.stride + row0 / 2 + j] = __float2bfloat16(silu(v.x) * v.y);
     else store2(out, (first + t) * out.stride + row0 + r, v.x, v.y);

@@ -18,7 +18,7 @@
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(32 * NWARPS * KWARPS)
 linear_stream(const unsigned char* W, const bf16* X, void* Y, const bf16* residual, const int* rows, int n, int N, int K,
               int groups, long long x_stride, long long x_head, long long y_stride, long long y_head, int wide) {
-  extern __shared__ __align__(128) unsigned char smem[];
+  DYNAMIC_SHARED(unsigned char, smem);
   const u32 ring0 = shared_address(smem);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   constexpr int S = CLUSTER * KWARPS;

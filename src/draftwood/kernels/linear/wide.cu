@@ -25,7 +25,7 @@ constexpr int STEP = 4096, XSLOT = TILES * 1024, AHEAD = DEPTH - 2 + XSTEPS, XSL
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(32 * WARPS)
 linear_wide(const unsigned char* W, const bf16* X, void* Y, const bf16* residual, const int* rows, int n, int N, int K,
             int groups, long long x_stride, long long x_head, long long y_stride, long long y_head, int wide) {
-  extern __shared__ __align__(128) unsigned char smem[];
+  DYNAMIC_SHARED(unsigned char, smem);
   const u32 base = shared_address(smem);
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
   constexpr int S = CLUSTER;

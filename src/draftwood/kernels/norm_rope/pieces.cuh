@@ -6,27 +6,16 @@
 // LAW 1.  A row belongs to one block, or a head to one group of lanes, whatever else runs; all sums have one order:
 //   a lane's own values ascending, the butterfly of warp_sum, then the warps ascending through a second butterfly.
 #pragma once
-#include "../common.cuh"
+#include "../rounded.cuh"
 
-__device__ __forceinline__ int load_int(const int* p) {            // written by an earlier kernel: not the read-only path
-  int v;
-  asm volatile("ld.global.s32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ long long load_long(const long long* p) {
-  long long v;
-  asm volatile("ld.global.s64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
 
 __device__ __forceinline__ float squares(const float (&v)[8]) {
   float s = 0.f;
 #pragma unroll
-  for (int i = 0; i < 8; i++) s = __fmaf_rn(v[i], v[i], s);
+  for (int i = 0; i < 8; i++) s = fma_rn(v[i], v[i], s);
   return s;
 }
-__device__ __forceinline__ float scale_of(float sum, int width, float eps) { return rsqrtf(__fadd_rn(__fdiv_rn(sum, (float)width), eps)); }
-__device__ __forceinline__ float rounded(float v) { return __bfloat162float(__float2bfloat16(v)); }
+__device__ __forceinline__ float scale_of(float sum, int width, float eps) { return rsqrt_fast(add_rn(div_rn(sum, (float)width), eps)); }
 __device__ __forceinline__ void normalise(float (&v)[8], float scale, const uint4& weight) {   // the caller rounds the product
   float w[8];
   unpack8(w, weight);
@@ -49,8 +38,8 @@ __device__ __forceinline__ void turn_pairs(float (&v)[8], const float2* t) {
   for (int i = 0; i < 4; i++) {
     const float2 c = t[i];
     const float a = v[2 * i], b = v[2 * i + 1];
-    v[2 * i] = __fsub_rn(__fmul_rn(a, c.x), __fmul_rn(b, c.y));
-    v[2 * i + 1] = __fadd_rn(__fmul_rn(a, c.y), __fmul_rn(b, c.x));
+    v[2 * i] = sub_rn(mul_rn(a, c.x), mul_rn(b, c.y));
+    v[2 * i + 1] = add_rn(mul_rn(a, c.y), mul_rn(b, c.x));
   }
 }
 // Halves (i, i + width/2) of a head held 8 values a lane; the partner lane is `apart` lanes away (lane id xor).
@@ -60,7 +49,7 @@ __device__ __forceinline__ void turn_halves(float (&v)[8], const float2* t, int 
   for (int i = 0; i < 8; i++) {
     const float2 c = t[i];
     const float other = __shfl_xor_sync(ALL_LANES, v[i], apart);
-    const float cross = __fmul_rn(other, c.y), own = __fmul_rn(v[i], c.x);
-    v[i] = second ? __fadd_rn(own, cross) : __fsub_rn(own, cross);
+    const float cross = mul_rn(other, c.y), own = mul_rn(v[i], c.x);
+    v[i] = second ? add_rn(own, cross) : sub_rn(own, cross);
   }
 }
