@@ -77,7 +77,11 @@ def read_peak(device: torch.device, gigabytes: float = 4.0) -> float:
     """Return the bytes per second at which this device sums a large tensor: the ceiling of every ratio."""
     data = torch.empty(int(gigabytes * 2**30) // 4, dtype=torch.float32, device=device).fill_(1.0)
     out = torch.empty((), dtype=torch.float32, device=device)
-    return data.nbytes / (time_graph(lambda: torch.sum(data, 0, out=out) and None, 1) * 1e-6)
+
+    def read() -> None:
+        torch.sum(data, 0, out=out)
+
+    return data.nbytes / (time_graph(read, 1) * 1e-6)
 
 
 def measure(case: Case, device: torch.device, peak: float) -> dict[str, Any]:
@@ -104,6 +108,15 @@ def compile_parallel(kernels: list[str], arch: str, workers: int = 16) -> list[c
         return list(pool.map(lambda job: check.check(*job, arch), jobs))
 
 
+def _alive(device: torch.device) -> bool:
+    """Whether the device still runs anything after an error."""
+    try:
+        torch.zeros(1, device=device).add_(1).item()
+    except RuntimeError:
+        return False
+    return True
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run cases and write FOLDER/cases.jsonl; return 1 if a case failed to run, 0 otherwise."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -112,6 +125,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=240, help="start no case after this long")
     parser.add_argument("--only", default="", help="run cases whose label contains this")
     asked = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device; cases are measured on one")
     began = time.monotonic()
     here = Path(__file__).parent
     kernels = asked.kernels or [name for name in check.kernel_names() if (here / name / "bench.py").exists()]
@@ -142,6 +157,9 @@ def main(argv: list[str] | None = None) -> int:
                 except (RuntimeError, ValueError, ConfigError, KernelBuildError) as error:
                     failed = True
                     say({"kernel": kernel, "case": case.label, "failed": str(error).splitlines()[0][:300]})
+                    if not _alive(device):
+                        say({"kernel": kernel, "failed": "the device is lost to this process; nothing more runs"})
+                        return 1
     return int(failed)
 
 
