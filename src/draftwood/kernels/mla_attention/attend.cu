@@ -410,8 +410,9 @@ __device__ __forceinline__ void shared_keys(const Job& job, const Inputs& in, co
     slot = s2;
 #if WALK
     const int next = k + TILE;
-    if (!more || next % UNIT == 0) { group.take(a, k / UNIT * UNIT, bases, out); clear(a); }
-    if (!more || next % GROUP == 0) group.finish(k / GROUP * GROUP, bases, out);
+    const int unit = size_at(k, UNIT), all = size_at(k, GROUP);
+    if (!more || next % unit == 0) { group.take(a, k & -unit, (k & -unit) % all == 0, bases, out); clear(a); }
+    if (!more || next % all == 0) group.finish(k & -all, bases, out);
 #endif
   }
 #if !WALK

@@ -4,9 +4,10 @@
 #include "layout.cuh"
 
 #ifndef EACH
-#define EACH 4           // groups that a warp prepares per round
+#define EACH 4           // groups that a warp prepares per round, SIDE at a time
 #endif
-constexpr int MOST_WARPS = 16, UNITS = GROUP / UNIT;
+constexpr int MOST_WARPS = 16, SIDE = PER < 8 ? 8 / PER : 1;
+static_assert(EACH % SIDE == 0, "whole rounds");
 
 __device__ __forceinline__ float4 fold4(float4 o, float4 v, float fa, float fb) {
   return make_float4(fold(o.x, v.x, fa, fb), fold(o.y, v.y, fa, fb), fold(o.z, v.z, fa, fb), fold(o.w, v.w, fa, fb));
@@ -30,25 +31,31 @@ __device__ __forceinline__ void chain(float2 ml, int n, bool first, float2& sum,
   sum.x = __shfl_sync(ALL_LANES, top, n - 1);
 }
 
-// Partials at part, part + stride, ... (n of them): their fold, columns c..c+3 per lane.
-__device__ __forceinline__ float4 fold_units(const float* o, const float2* ml, long long part, long long stride, int n, int c, float2& sum) {
-  const int lane = threadIdx.x & 31;
-  float4 all = make_float4(0.f, 0.f, 0.f, 0.f);
-  for (int u = 0; u < n; u += 8) {
-    float4 v[8];
-    const float2 mine = u + lane < n && lane < 8 ? ml[part + (u + lane) * stride] : make_float2(0.f, 0.f);
+// Up to MOST partials, stride apart: columns c..c+3 of each in every lane, (m, l) of the i-th in lane i. Load, then fold.
+template <int MOST> struct Units {
+  float4 v[MOST];
+  float2 ml;
+  int n;
+  __device__ __forceinline__ void load(const float* o, const float2* all_ml, long long part, long long stride, int count, int c) {
+    const int lane = threadIdx.x & 31;
+    n = count;
+    ml = lane < n ? all_ml[part + lane * stride] : make_float2(0.f, 0.f);
 #pragma unroll
-    for (int i = 0; i < 8; i++) if (u + i < n && c < LATENT) v[i] = __ldcs(reinterpret_cast<const float4*>(&o[(part + (u + i) * stride) * LATENT + c]));
-    float fa, fb;
-    chain(mine, min(8, n - u), u == 0, sum, fa, fb);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float a = __shfl_sync(ALL_LANES, fa, i), b = __shfl_sync(ALL_LANES, fb, i);
-      if (u + i < n) all = u + i == 0 ? v[i] : fold4(all, v[i], a, b);
-    }
+    for (int i = 0; i < MOST; i++)
+      if (i < n && c < LATENT) v[i] = __ldcs(reinterpret_cast<const float4*>(&o[(part + i * stride) * LATENT + c]));
   }
-  return all;
-}
+  __device__ __forceinline__ float4 fold(float2& sum) const {
+    float fa, fb;
+    chain(ml, n, true, sum, fa, fb);
+    float4 all = v[0];
+#pragma unroll
+    for (int i = 1; i < MOST; i++) {
+      const float a = __shfl_sync(ALL_LANES, fa, i), b = __shfl_sync(ALL_LANES, fb, i);
+      if (i < n) all = fold4(all, v[i], a, b);
+    }
+    return all;
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32) mla_combine(
     const Row* rows, const Head* head, const u64* masks, int words, int nodes, int heads, const float* o, const float2* ml,
@@ -61,15 +68,19 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32) mla_combine(
   pdl_go();
   const Row row = rows[r];
   if (node >= row.count) return;
-  const int span = head->span, per = span == UNIT ? UNITS : 1;    // partials of a group
+  const int span = head->span, per = span == UNIT ? PER : 1;    // partials of a group
   const long long token = row.token + node;
   const int p = row.length + depth_of(masks, words, token), base = base_of(p), own = p + 1 - base > TILE ? 2 : 1;
-  const int parts = (base + span - 1) / span, groups = (parts + per - 1) / per;
+  const int parts = pieces_before(base, span), groups = (parts + per - 1) / per;
   const long long first = row.part + node * heads + h, last = token * 2 * heads + h;
 
   float2 sum = make_float2(minus_infinity(), 0.f), own_sum = sum;
   float4 all = make_float4(0.f, 0.f, 0.f, 0.f), own_all = all;
-  if (warp == 0) own_all = fold_units(own_o, own_ml, last, heads, own, c, own_sum);
+  if (warp == 0) {
+    Units<2> two;
+    two.load(own_o, own_ml, last, heads, own, c);
+    own_all = two.fold(own_sum);
+  }
   for (int g0 = 0; g0 < groups; g0 += warps * EACH) {
     if (per == 1) {                                               // whole groups: all loads first
       float4 v[EACH];
@@ -82,11 +93,22 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32) mla_combine(
 #pragma unroll
       for (int e = 0; e < EACH; e++) if (g0 + e * warps + warp < groups) *reinterpret_cast<float4*>(&box[e * warps + warp][lane * 4]) = v[e];
     } else {
-      for (int g = g0 + warp; g < min(groups, g0 + warps * EACH); g += warps) {
-        float2 s = make_float2(minus_infinity(), 0.f);
-        const float4 v = fold_units(o, ml, first + (long long)g * per * row.lines, row.lines, min(per, parts - g * per), c, s);
-        *reinterpret_cast<float4*>(&box[g - g0][lane * 4]) = v;
-        if (lane == 0) sums[g - g0] = s;
+      for (int e = 0; e < EACH; e += SIDE) {
+        Units<PER> units[SIDE];
+#pragma unroll
+        for (int i = 0; i < SIDE; i++) {
+          const int g = g0 + (e + i) * warps + warp;
+          if (g < groups) units[i].load(o, ml, first + (long long)g * PER * row.lines, row.lines, min(PER, parts - g * PER), c);
+        }
+#pragma unroll
+        for (int i = 0; i < SIDE; i++) {
+          const int g = g0 + (e + i) * warps + warp;
+          if (g >= groups) continue;
+          float2 s;
+          const float4 v = units[i].fold(s);
+          *reinterpret_cast<float4*>(&box[g - g0][lane * 4]) = v;
+          if (lane == 0) sums[g - g0] = s;
+        }
       }
     }
     __syncthreads();

@@ -3,8 +3,9 @@
 // LAW. The bits of a node's output depend on its query, its position p and its keys in position order, on nothing else:
 //  - base(p) = 64 * floor((p - 64) / 64), at least 0. Keys before base(p) are read from the row's pages in tiles of 64 by
 //    absolute position. A tree is at most 64 deep, so they are all committed and every node of a row reads the same ones.
-//  - UNIT keys (two or more tiles) make one independent partial (m, l, O); within it the tiles are taken in order with a
-//    running maximum. GROUP / UNIT partials are folded from the left into a group's; a last unit or group may be short.
+//  - A unit of keys (two or more tiles) makes one independent partial (m, l, O); within it the tiles are taken in order with a
+//    running maximum. PER units are folded from the left into a group. Units start with UNIT keys and double at GROW1 and at
+//    GROW2: a short context is cut finely, a long one is folded rarely. The last unit and group may be short.
 //  - The keys base(p)..p, at most 128 and ancestors among them, are gathered in position order into two tiles; each is a
 //    partial, the second folded into the first. This is the node's last group.
 //  - Groups are folded from the left.
@@ -25,14 +26,34 @@
 #ifndef UNIT
 #define UNIT 128
 #endif
-#ifndef GROUP
-#define GROUP 1024
+#ifndef PER
+#define PER 4
+#endif
+#ifndef GROW1
+#define GROW1 4096
+#endif
+#ifndef GROW2
+#define GROW2 16384
 #endif
 
 constexpr int TILE = 64;                 // keys of a tile, and of a page
 constexpr int WIDTH = LATENT + ROPE;     // a stored latent: values first, then the rotary part of the key
+constexpr int GROUP = UNIT * PER;        // keys of a group before GROW1
 constexpr int WHOLE = 1 << 30;           // a span no context reaches: one block walks all groups of its rows
-static_assert(UNIT % TILE == 0 && GROUP % UNIT == 0 && GROUP / UNIT <= 32, "units are whole tiles, groups whole units");
+static_assert(UNIT % TILE == 0 && (GROUP & (GROUP - 1)) == 0, "units are whole tiles, sizes powers of two");
+static_assert(GROW1 % (2 * GROUP) == 0 && GROW2 % (4 * GROUP) == 0 && GROW1 <= GROW2, "groups do not straddle a change of size");
+
+// Pieces: units (size UNIT), groups (size GROUP) or all keys (WHOLE), numbered by position; sizes as of their place.
+__device__ __forceinline__ int size_at(int k, int size) { return size << ((k >= GROW1) + (k >= GROW2)); }
+__device__ __forceinline__ int pieces_before(int end, int size) {        // that hold keys before `end`
+  if (size == WHOLE) return end > 0;
+  const int a = min(end, GROW1), b = min(max(end - GROW1, 0), GROW2 - GROW1), c = max(end - GROW2, 0);
+  return (a + size - 1) / size + (b + 2 * size - 1) / (2 * size) + (c + 4 * size - 1) / (4 * size);
+}
+__device__ __forceinline__ int piece_begin(int i, int size) {
+  const int a = GROW1 / size, b = (GROW2 - GROW1) / (2 * size);
+  return i <= a ? i * size : i <= a + b ? GROW1 + (i - a) * 2 * size : GROW2 + (i - a - b) * 4 * size;
+}
 
 // One block's work. "Lines" are the (node, head) pairs of a row, node-major; token is a row's or a node's flat index.
 struct __align__(16) Job {
@@ -49,7 +70,7 @@ struct __align__(16) Job {
 constexpr int SHARED_KEYS = 0, OWN_KEYS = 1;
 
 struct __align__(16) Row { int length, count, token, lines; long long part, unused; };   // part: its first partial
-struct Head { int jobs, span; };         // span: keys of one partial (UNIT, GROUP or WHOLE)
+struct Head { int jobs, span; };         // span: what one partial covers (UNIT, GROUP or WHOLE)
 
 #ifndef EMULATION
 extern __shared__ __align__(128) unsigned char raw[];

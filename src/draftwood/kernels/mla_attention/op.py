@@ -33,10 +33,18 @@ PARTIAL_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Law:
-    """Keys of a unit and of a group: the only numbers that results depend on."""
+    """How keys are cut, the only numbers that results depend on: `unit` keys, twice as many from grow[0] and again from
+    grow[1] on; `per` units are a group."""
 
     unit: int = 128
-    group: int = 1024
+    per: int = 4
+    grow: tuple[int, int] = (4096, 16384)
+
+    def pieces(self, context: int, size: int) -> int:
+        """Return how many units (size `unit`) or groups (`unit * per`) hold `context` keys."""
+        one, two = self.grow
+        parts = (min(context, one), min(max(context - one, 0), two - one), max(context - two, 0))
+        return sum(-(-n // (size << i)) for i, n in enumerate(parts))
 
 
 LAW = Law()
@@ -56,6 +64,8 @@ class Shape:
     in_registers: int | None = None
     in_shared: int = 0
     blocks: int = 1
+    spill: int = 0
+    archs: tuple[str, ...] = ARCHS
 
     def own_tiles(self, heads: int) -> int:
         """Tiles of 16 heads of a block that has one node's own keys."""
@@ -87,13 +97,14 @@ class Shape:
 
 def sizes(latent: int, rope: int, law: Law) -> dict[str, int]:
     """Return the macros of layout.cuh."""
-    return {"LATENT": latent, "ROPE": rope, "UNIT": law.unit, "GROUP": law.group}
+    given = {"LATENT": latent, "ROPE": rope, "UNIT": law.unit, "PER": law.per}
+    return given | {"GROW1": law.grow[0], "GROW2": law.grow[1]}
 
 
 
 SHAPES: dict[str, Shape] = {
     "u1x4": Shape(1, 4, blocks=2),
-    "u1x8": Shape(1, 8),
+    "u1x8": Shape(1, 8, blocks=2),
     "u1x8h4": Shape(1, 8, halves=4),
     "u2x8": Shape(2, 8, split=2, halves=4),
     "u4x8": Shape(4, 8, split=2, halves=3),
@@ -101,8 +112,9 @@ SHAPES: dict[str, Shape] = {
     "g1x8h4": Shape(1, 8, walk=True, halves=4),
     "g2x8": Shape(2, 8, walk=True, split=2, halves=4),
     "g2x8p": Shape(2, 8, walk=True, split=2, halves=4, pipe=True),
-    "g4x8h2s3": Shape(4, 8, walk=True, split=2, halves=2, in_registers=0, in_shared=3),
-    "g4x8h3s1": Shape(4, 8, walk=True, split=2, halves=3, in_registers=0, in_shared=1),
+    "g4x8h2s3": Shape(4, 8, walk=True, split=2, halves=2, in_registers=0, in_shared=3, spill=96),
+    "g4x8h3s1": Shape(4, 8, walk=True, split=2, halves=3, in_registers=0, in_shared=1, spill=96),
+    "g4x8h3s1p": Shape(4, 8, walk=True, split=2, halves=3, in_registers=0, in_shared=1, pipe=True, archs=("sm_90a",)),
 }
 """u: a block has one unit; g: a block walks a group, or whole rows. Then tiles of 16 lines x warps."""
 NARROW = Shape(1, 2)
@@ -110,8 +122,8 @@ NARROW = Shape(1, 2)
 
 
 def fits(shape: Shape, arch: str, heads: int, width: int) -> bool:
-    """Whether a block's shared memory fits on `arch`."""
-    return shape.shared_bytes(heads, width) <= SHARED_LIMIT[arch]
+    """Whether the shape is for `arch` and a block's shared memory fits there."""
+    return arch in shape.archs and shape.shared_bytes(heads, width) <= SHARED_LIMIT[arch]
 
 
 def choose(rows: int, nodes: int, heads: int, context: int, arch: str) -> str:
@@ -140,7 +152,8 @@ def variants() -> list[Variant]:
 def _variant(shape: Shape, heads: int, latent: int, rope: int) -> Variant:
     source = Source(FOLDER / "attend.cu", "mla_attend", shape.macros(heads, latent, rope, LAW))
     archs = tuple(a for a in ARCHS if fits(shape, a, heads, latent + rope))
-    return Variant(source, shape.warps * 32, shape.shared_bytes(heads, latent + rope), shape.blocks, archs=archs)
+    shared = shape.shared_bytes(heads, latent + rope)
+    return Variant(source, shape.warps * 32, shared, shape.blocks, shape.spill, archs)
 
 
 @functools.cache
@@ -204,8 +217,8 @@ class MlaAttention:
 
     def _size(self, context: int, law: Law, partial_bytes: int) -> None:
         lines = self.nodes * self.heads
-        self.span = law.group if self.shape.walk else law.unit
-        spans = max(1, -(-context // self.span))
+        self.span = law.unit * law.per if self.shape.walk else law.unit
+        spans = max(1, law.pieces(context, self.span))
         per_partial = self.latent * 4 + 8
         self.parts = self.rows * lines * spans
         blocks = self.rows * -(-lines // (16 * self.shape.tiles))
@@ -219,7 +232,7 @@ class MlaAttention:
                 f"attention of {self.rows} rows x {self.nodes} nodes x {self.heads} heads over {context} tokens needs "
                 f"{self.parts * per_partial} B of partial results, limit {partial_bytes}; take a shape that walks"
             )
-        groups = max(1, -(-context // law.group))
+        groups = max(1, law.pieces(context, law.unit * law.per))
         self.fold_warps = min(16, -(-groups // 4) if self.shape.walk else groups)
         self.grid = min(self.max_jobs, 16_384)
 

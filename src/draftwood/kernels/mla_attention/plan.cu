@@ -25,7 +25,7 @@ struct Table {
 // Prefix sums with spans of `span` keys, by one warp; lane l has the rows l*each ... Returns whether everything fits.
 __device__ bool lay_out(Table& t, int rows, int heads, int lines, int span, int own, long long parts, int jobs) {
   const int lane = threadIdx.x & 31, each = (rows + 31) / 32, r0 = min(lane * each, rows), r1 = min(r0 + each, rows);
-  auto spans = [&](int r) { return (base_of(t.length[r] + t.count[r] - 1) + span - 1) / span; };
+  auto spans = [&](int r) { return pieces_before(base_of(t.length[r] + t.count[r] - 1), span); };
   auto blocks = [&](int r) { return (t.count[r] * heads + lines - 1) / lines; };
   int a = 0, b = 0;
   long long p = 0;
@@ -79,10 +79,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) mla_plan(
     Job o{};
     if (j < shared) {
       const int r = find(t.shared_at, rows, j), all = t.count[r] * heads, blocks = (all + lines - 1) / lines;
-      const int x = j - t.shared_at[r], piece = x / blocks, first = x % blocks * lines, top = base_of(t.length[r] + t.count[r] - 1);
+      const int top = base_of(t.length[r] + t.count[r] - 1), pieces = pieces_before(top, t.span);
+      const int x = j - t.shared_at[r], piece = pieces - 1 - x / blocks, first = x % blocks * lines;   // long pieces come first
       o.kind = SHARED_KEYS; o.row = r; o.token = t.token[r]; o.first = first; o.live = min(lines, all - first);
-      o.begin = t.span == WHOLE ? 0 : piece * t.span;
-      o.end = t.span == WHOLE ? top : min(top, o.begin + t.span);
+      o.begin = t.span == WHOLE ? 0 : piece_begin(piece, t.span);
+      o.end = t.span == WHOLE ? top : min(top, piece_begin(piece + 1, t.span));
       o.part = t.part[r] + (long long)piece * all + first;
       o.spare = t.span == WHOLE ? o.part + all : o.part;
     } else {

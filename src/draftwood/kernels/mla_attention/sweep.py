@@ -23,7 +23,8 @@ from draftwood.kernels.case import read_peak, time_graph
 from draftwood.kernels.mla_attention import bench, op, scenario
 from draftwood.kernels.mla_attention.scenario import attend, reference, same
 
-LAWS = [op.Law(u, g) for u, g in ((128, 1024), (128, 512), (128, 2048), (256, 1024), (256, 2048))]
+NEVER = (1 << 28, 1 << 28)
+LAWS = [op.LAW, op.Law(128, 8), op.Law(128, 8, NEVER), op.Law(256, 4), op.Law(128, 4, (8192, 65536))]
 CHECKED = [(8, 2500, 9, "near"), (64, 2049, 33, "wide"), (64, 63, 65, "chain"), (8, 1090, 65, "near"), (64, 0, 9, "wide")]
 """(heads, length, nodes, kind of tree)"""
 
@@ -59,7 +60,7 @@ def candidates(heads: int, nodes: int, context: int, rows: int) -> list[tuple[st
         slow = shape.tiles == 1 and lines > 144
         if wasted or slow or (not shape.walk and rows * lines * context > 40e6) or (shape.walk and rows * lines * context < 30e3):
             continue
-        found += [(name, law) for law in (LAWS if shape.walk else LAWS[:1] + LAWS[3:4])]
+        found += [(name, law) for law in LAWS]
     return found
 
 
@@ -102,7 +103,7 @@ def times(sweep: Sweep, device: torch.device, arch: str) -> None:
     for rows, heads, nodes, context in [(1, *goal) for goal in bench.GOALS + bench.MORE] + bench.BATCHES:
         best: tuple[float, str] | None = None
         for name, law in candidates(heads, nodes, context, rows):
-            key = f"{rows}x{nodes} {heads}h {context} {name}/{law.unit}/{law.group}"
+            key = f"{rows}x{nodes} {heads}h {context} {name}/{law.unit}x{law.per}/{law.grow[0]}/{law.grow[1]}"
             if not op.fits(op.SHAPES[name], arch, heads, 576) or not sweep.start(name, key):
                 continue
             case = bench.Bench(rows, heads, nodes, context, device, name, law)

@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 TREES = [(1, "near"), (9, "near"), (33, "wide"), (65, "near"), (65, "chain")]
 STARTS = (0, 1, 63, 64, 65, 127, 128, 511, 512, 1023, 4095)
 EDGES = (7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65)
-SMALL = op.Law(128, 256)
+SMALL = op.Law(128, 2, (512, 1024))
 """Short groups, so that emulation meets several."""
 
 
@@ -149,8 +149,8 @@ def _emulator(folder: Path, shape: op.Shape, heads: int, latent: int, rope: int)
 def _emulate(binary: Path, shape: op.Shape, step: scenario.Step, whole: bool = False, late: bool = False) -> torch.Tensor:
     """Run the kernels' text on a CPU. whole: partials for walking rows only; late: copies arrive as late as they may."""
     tokens, heads, latent = step.q.shape
-    rows, span = len(step.lengths), SMALL.group if shape.walk else SMALL.unit
-    full = sum(-(-int(n + c) // span) * int(c) * heads for n, c in zip(step.lengths, step.counts, strict=True))
+    rows, span = len(step.lengths), SMALL.unit * (SMALL.per if shape.walk else 1)
+    full = sum(SMALL.pieces(int(n + c), span) * int(c) * heads for n, c in zip(step.lengths, step.counts, strict=True))
     parts, blocks, warps = (2 * tokens * heads, 100, 1) if whole else (full, 7, 2)
     sizes = [rows, tokens // rows, heads, step.table.shape[1], 2, tokens, parts, 100_000, blocks, warps]
     content = [torch.tensor(sizes, dtype=torch.int32), torch.tensor([SCALE * op.LOG2E], dtype=torch.float32)]
@@ -171,7 +171,7 @@ def _emulate(binary: Path, shape: op.Shape, step: scenario.Step, whole: bool = F
 def test_emulated_kernels_are_the_reference_whatever_blocks_do(tmp_path: Path, name: str) -> None:
     shape, latent, rope = (op.NARROW, 96, 16) if name == "nano" else (op.SHAPES[name], 512, 64)
     binary = _emulator(tmp_path, shape, 8, latent, rope)
-    step = make([300, 0], [5, 3], 8, latent=latent, rope=rope)
+    step = make([850, 0], [5, 3], 8, latent=latent, rope=rope)
     got, some = _emulate(binary, shape, step), live(step)
     assert error(got[some], reference(step)[some]) < 1e-2
     assert same(got[some], _emulate(binary, shape, step, late=True)[some])
@@ -183,7 +183,7 @@ def test_emulated_kernels_are_the_reference_whatever_blocks_do(tmp_path: Path, n
 @needs_compiler
 def test_emulated_walk_over_whole_rows_gives_the_bits_of_groups(tmp_path: Path) -> None:
     shape = op.SHAPES["g1x4"]
-    binary, step = _emulator(tmp_path, shape, 8, 512, 64), make([980], [2], 8, kind="chain")
+    binary, step = _emulator(tmp_path, shape, 8, 512, 64), make([1500], [2], 8, kind="chain")
     assert same(_emulate(binary, shape, step), _emulate(binary, shape, step, whole=True))
 
 
@@ -256,8 +256,8 @@ def test_a_row_does_not_depend_on_other_rows_their_number_its_slot_or_pages(shap
 @needs_gpu
 def test_another_law_has_other_bits() -> None:
     step = make([4095], [9], 8, cuda())
-    assert not same(attend(step), attend(step, law=op.Law(256, 1024)))
-    assert not same(attend(step), attend(step, law=op.Law(128, 2048)))
+    assert not same(attend(step), attend(step, law=op.Law(256, 4)))
+    assert not same(attend(step), attend(step, law=op.Law(128, 8)))
 
 
 @gpu

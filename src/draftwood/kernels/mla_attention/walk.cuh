@@ -20,12 +20,12 @@ struct Group {
     return reinterpret_cast<float2*>(&out.o[(at + line(t, h)) * LATENT + (me().warp * COLS + n) * 8 + me().q2]);
   }
 
-  // The unit that began at `unit` is complete in `a`.
-  __device__ __forceinline__ void take(const Acc<MT>& a, int unit, const int* bases, const Partials& out) {
+  // The unit that began at `unit` is complete in `a`. first: of its group.
+  __device__ __forceinline__ void take(const Acc<MT>& a, int unit, bool first, const int* bases, const Partials& out) {
     bool on[MT][2];
 #pragma unroll
     for (int t = 0; t < MT; t++) { on[t][0] = unit < bases[line(t, 0)]; on[t][1] = unit < bases[line(t, 1)]; }
-    if (unit % GROUP == 0) copy(a, on, out);
+    if (first) copy(a, on, out);
     else add(a, on, out);
     __syncwarp();
   }
