@@ -105,7 +105,7 @@ def compile_parallel(kernels: list[str], arch: str, workers: int = 16) -> list[c
     """Build every variant of the kernels for `arch` in threads (NVRTC releases the interpreter lock)."""
     jobs = [(kernel, variant) for kernel in kernels for variant in check.variants(kernel) if arch in variant.archs]
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda job: check.check(*job, arch), jobs))
+        return list(pool.map(lambda job: check.check(job[0], job[1], arch), jobs))
 
 
 def _alive(device: torch.device) -> bool:
