@@ -468,11 +468,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) mla_attend(
   const Inputs in{q, q_pe, cache, pe_stride, table, pages, masks, words, heads, scale};
   pdl_wait();
   pdl_go();
+  int j = blockIdx.x;
+  Job job = jobs[j];                                           // there is room for it, whether or not it is one
   const int total = head->jobs;
-  for (int j = blockIdx.x; j < total; j += gridDim.x) {
-    const Job job = jobs[j];
+  while (j < total) {
     if (job.kind == SHARED_KEYS) shared_keys(job, in, Partials{o, ml});
     else own_keys(job, in, Partials{own_o, own_ml});
+    j += gridDim.x;
+    if (j < total) job = jobs[j];
     __syncthreads();                                           // the next job writes the same shared memory
   }
 }

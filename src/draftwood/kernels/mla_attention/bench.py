@@ -58,6 +58,16 @@ class Bench:
         for table in self.tables:
             self.op(self.q, self.q_pe, self.cache, table, self.masks, self.out)
 
+    def partials(self) -> None:
+        """The first half of each call."""
+        for table in self.tables:
+            self.op.partials(self.q, self.q_pe, self.cache, table, self.masks)
+
+    def fold(self) -> None:
+        """The second half of each call."""
+        for _ in self.tables:
+            self.op.fold(self.masks, self.out)
+
     def error(self) -> float:
         """Largest difference of the last call from float64, first row, two heads, relative to the largest value."""
         some = [0, self.q.shape[1] - 1]

@@ -275,27 +275,41 @@ class MlaAttention:
         table [rows, pages] int32; masks [tokens, W] int64 ancestors (self included; ancestors have smaller indices);
         out [tokens, heads, latent] bf16: rows' live nodes are written, nothing else is touched.
         """
+        self.partials(q, q_pe, cache, table, masks)
+        return self.fold(masks, out)
+
+    def partials(self, q: Tensor, q_pe: Tensor, cache: Tensor, table: Tensor, masks: Tensor) -> None:
+        """The first half of a call: partial results into this object's buffers."""
         t, h = self.tokens, self.heads
-        _expect("q", q, (t, h, self.latent), (torch.bfloat16,))
         apart = q_pe.stride(1)
         whole = q_pe.stride() == (h * apart, apart, 1) and apart % 8 == 0
         if q_pe.shape != (t, h, self.rope) or q_pe.dtype != torch.bfloat16 or not whole:
             raise ValueError(f"q_pe is {tuple(q_pe.shape)} {q_pe.dtype} {q_pe.stride()}; expected {(t, h, self.rope)} bf16")
-        _expect("out", out, (t, h, self.latent), (torch.bfloat16,))
+        _expect("q", q, (t, h, self.latent), (torch.bfloat16,))
         _expect("cache", cache, (cache.shape[0], self.latent + self.rope), (torch.bfloat16,))
         _expect("table", table, (self.rows, table.shape[1]), (torch.int32,))
-        words = masks.shape[1]
-        _expect("masks", masks, (t, words), (torch.int64,))
-        if words * 64 < self.nodes:
-            raise ValueError(f"masks of {words} words for {self.nodes} nodes")
-        pages, width = np.int32(table.shape[1]), np.int32(words)
-        shared = [q, q_pe, np.int32(apart), cache, table, pages, masks, width, np.int32(h), self._scale]
+        words = self._words(masks)
+        pages = np.int32(table.shape[1])
+        given = [q, q_pe, np.int32(apart), cache, table, pages, masks, words, np.int32(h), self._scale]
         parts = [self.part_o, self.part_ml, self.own_o, self.own_ml]
-        self._attend(self.grid, self.shape.warps * 32, [*shared, self.jobs, self.head, *parts], pdl=True)
-        numbers = [width, np.int32(self.nodes), np.int32(h)]
+        self._attend(self.grid, self.shape.warps * 32, [*given, self.jobs, self.head, *parts], pdl=True)
+
+    def fold(self, masks: Tensor, out: Tensor) -> Tensor:
+        """The second half of a call: partial results to `out`, which is returned."""
+        h = self.heads
+        _expect("out", out, (self.tokens, h, self.latent), (torch.bfloat16,))
+        numbers = [self._words(masks), np.int32(self.nodes), np.int32(h)]
+        parts = [self.part_o, self.part_ml, self.own_o, self.own_ml]
         grid = (self.rows * self.nodes * h, -(-self.latent // 128))
         self._combine(grid, 32 * self.fold_warps, [self.row_info, self.head, masks, *numbers, *parts, out], pdl=True)
         return out
+
+    def _words(self, masks: Tensor) -> np.int32:
+        words = masks.shape[1]
+        _expect("masks", masks, (self.tokens, words), (torch.int64,))
+        if words * 64 < self.nodes:
+            raise ValueError(f"masks of {words} words for {self.nodes} nodes")
+        return np.int32(words)
 
 
 @functools.cache

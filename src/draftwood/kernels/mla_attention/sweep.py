@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from draftwood.errors import ConfigError
 from draftwood.kernels import jit
 from draftwood.kernels.case import read_peak, time_graph
 from draftwood.kernels.mla_attention import bench, op, scenario
@@ -56,11 +57,12 @@ def candidates(heads: int, nodes: int, context: int, rows: int) -> list[tuple[st
     """Shapes that can be near the best, with every law that matters to them."""
     lines, found = heads * nodes, []
     for name, shape in op.SHAPES.items():
-        wasted = shape.tiles > 1 and 16 * (shape.tiles - 1) >= lines
-        slow = shape.tiles == 1 and lines > 144
-        if wasted or slow or (not shape.walk and rows * lines * context > 40e6) or (shape.walk and rows * lines * context < 30e3):
+        wasted = 16 * shape.tiles >= 2 * max(lines, 16)
+        slow = shape.tiles == 1 and lines > 80 or shape.tiles == 2 and lines > 1500
+        if wasted or slow or (not shape.walk and rows * lines * context > 20e6) or (shape.walk and rows * lines * context < 300e3):
             continue
-        found += [(name, law) for law in LAWS]
+        laws = [LAWS[0], LAWS[1], LAWS[3]] if context <= LAWS[0].grow[0] else LAWS   # the others are the same there
+        found += [(name, law) for law in laws if shape.walk or law.per == LAWS[0].per]
     return found
 
 
@@ -101,19 +103,26 @@ def check(sweep: Sweep, device: torch.device, arch: str) -> None:
 def times(sweep: Sweep, device: torch.device, arch: str) -> None:
     """Every case with every candidate."""
     for rows, heads, nodes, context in [(1, *goal) for goal in bench.GOALS + bench.MORE] + bench.BATCHES:
-        best: tuple[float, str] | None = None
+        best: tuple[float, str, str, op.Law] | None = None
         for name, law in candidates(heads, nodes, context, rows):
             key = f"{rows}x{nodes} {heads}h {context} {name}/{law.unit}x{law.per}/{law.grow[0]}/{law.grow[1]}"
             if not op.fits(op.SHAPES[name], arch, heads, 576) or not sweep.start(name, key):
                 continue
-            case = bench.Bench(rows, heads, nodes, context, device, name, law)
+            try:
+                case = bench.Bench(rows, heads, nodes, context, device, name, law)
+            except ConfigError as error:
+                sweep.say(key=key, refused=str(error))
+                continue
             us = time_graph(case.launch, len(case.tables), 5)
-            error = None if best else case.error()
-            best = min(best or (us, key), (us, key))
+            wrong = None if best else case.error()
+            if best is None or us < best[0]:
+                best = us, key, name, law
             rate = op.flops(heads, [context] * rows, [nodes] * rows) / us / 1e6
-            sweep.say(key=key, us=round(us, 2), tflop_s=round(rate, 1), gb_s=round(rows * context * 1152 / us / 1e3), error=error)
-        if best:
-            sweep.say(best=best[1], us=round(best[0], 2))
+            sweep.say(key=key, us=round(us, 2), tflop_s=round(rate, 1), gb_s=round(rows * context * 1152 / us / 1e3), error=wrong)
+        if best and time.time() < sweep.end:
+            case = bench.Bench(rows, heads, nodes, context, device, best[2], best[3])
+            halves = [time_graph(half, len(case.tables), 5) for half in (case.partials, case.fold)]
+            sweep.say(best=best[1], us=round(best[0], 2), attend_us=round(halves[0], 2), combine_us=round(halves[1], 2))
 
 
 def child(folder: Path, seconds: float) -> None:
