@@ -25,14 +25,16 @@ def _library(file: Path, entry: str, macros: tuple[tuple[str, str], ...]) -> cty
     base = Path(_FOLDER.name) / name
     base.with_suffix(".cpp").write_text(
         f'#include "{file}"\n'
-        'extern "C" void emulate(const int* grid, int threads, const unsigned long long* arguments) {\n'
-        f"  emulated::run_grid({{grid[0], grid[1], grid[2]}}, threads, [&] {{ emulated::call({entry}, arguments); }});\n"
+        'extern "C" const char* emulate(const int* grid, int threads, const unsigned long long* arguments) {\n'
+        f"  return emulated::run_grid({{grid[0], grid[1], grid[2]}}, threads, [&] {{ emulated::call({entry}, arguments); }});\n"
         "}\n"
     )
     defines = [f"-D{k}={v}" for k, v in (*macros, ("EMULATION", "1"))]
     command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *defines, "-o", f"{base}.so", f"{base}.cpp"]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    return ctypes.CDLL(f"{base}.so")
+    library = ctypes.CDLL(f"{base}.so")
+    library.emulate.restype = ctypes.c_char_p
+    return library
 
 
 class Emulated:
@@ -45,7 +47,7 @@ class Emulated:
     def __call__(
         self, grid: int | tuple[int, ...], block: int, args: Sequence[Any], shared: int | None = None, pdl: bool = False
     ) -> None:
-        """Run the grid to its end."""
+        """Run the grid to its end. Raises RuntimeError for an address, an alignment or a copy that no GPU would allow."""
         sizes = (grid,) if isinstance(grid, int) else grid
         words = np.zeros(len(args), np.uint64)
         for i, a in enumerate(args):
@@ -54,4 +56,6 @@ class Emulated:
             else:
                 words[i : i + 1].view(a.dtype)[0] = a
         extent = (ctypes.c_int * 3)(*sizes, *[1] * (3 - len(sizes)))
-        self.library.emulate(extent, block, words.ctypes.data_as(ctypes.c_void_p))
+        failure = self.library.emulate(extent, block, words.ctypes.data_as(ctypes.c_void_p))
+        if failure:
+            raise RuntimeError(f"emulated kernel: {failure.decode()}")

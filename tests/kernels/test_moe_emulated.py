@@ -9,7 +9,6 @@ import functools
 import pytest
 import torch
 
-from draftwood.kernels import jit
 from draftwood.kernels.moe_int4 import op, ref, repack
 from draftwood.kernels.moe_route import op as route_op
 from draftwood.kernels.moe_route import ref as route_ref
@@ -47,6 +46,9 @@ class Layer:
         packed = [pack_int4(normal(16, *size) * 0.05) for size in ((width, 384), (width, 384), (384, width))]
         self.parts = [t for pair in packed for t in pair]
         self.dense = [unpack_int4(*pair, torch.float64) for pair in packed]
+
+    def expert(self, e: int) -> ref.Expert:
+        return self.dense[0][e], self.dense[1][e], self.dense[2][e]
 
     def route(self, tile: int, rank: tuple[int, int] = (0, 16), live: int | None = None, exact: bool = False) -> route_op.Lists:
         weight = self.router.to(torch.bfloat16).float() if exact else self.router
@@ -118,10 +120,12 @@ def test_ties_go_to_the_lowest_expert_in_the_kernel() -> None:
 def _plans(rows: int) -> list[op.Plan]:
     fits = [n for n, f in op.HOPPER.items() if f.fits(NANO, "gate_up")]
     pairs = [op.Plan(n, n if op.HOPPER[n].fits(NANO, "down") else "wide") for n in fits if n != "stream"]
-    return [*pairs, op.Plan("stream", "stream" if rows <= op.STREAM_DOWN_ROWS else "wide")]
+    if rows <= op.FEW_ROWS:
+        return [*pairs, op.Plan("stream", "stream"), op.Plan("stream", "burst")]
+    return [*pairs, op.Plan("stream", "wide")]
 
 
-@pytest.mark.parametrize("rows", [1, 4, 9, 40])
+@pytest.mark.parametrize("rows", [1, 9, 40])
 def test_experts_match_float64_and_every_form_gives_the_same_bits(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(rows)
     results = []
@@ -130,9 +134,7 @@ def test_experts_match_float64_and_every_form_gives_the_same_bits(rows: int, mon
             monkeypatch.setenv("EMULATED_EARLY", "1")
         results += [layer.experts(plan) for plan in _plans(rows)]
     lists = layer.route(8)
-    want = ref.experts(
-        layer.x, lambda e: (layer.dense[0][e], layer.dense[1][e], layer.dense[2][e]), lists.experts, lists.weights, 0, 16, layer.shared
-    )
+    want = ref.experts(layer.x, layer.expert, lists.experts, lists.weights, 0, 16, layer.shared)
     assert (results[0].double() - want).abs().max() < 6e-3 * want.abs().max()
     for result in results[1:]:
         assert torch.equal(result, results[0])
@@ -160,8 +162,7 @@ def test_a_narrow_slice_is_padded_with_nothing() -> None:
     layer = Layer(3, width=96)
     lists = layer.route(8)
     got = layer.experts(op.Plan("stream", "stream"), lists=lists)
-    dense = [(layer.dense[0][e], layer.dense[1][e], layer.dense[2][e]) for e in range(16)]
-    want = ref.experts(layer.x, dense.__getitem__, lists.experts, lists.weights, 0, 16, layer.shared)
+    want = ref.experts(layer.x, layer.expert, lists.experts, lists.weights, 0, 16, layer.shared)
     assert (got.double() - want).abs().max() < 6e-3 * want.abs().max()
 
 
@@ -169,7 +170,8 @@ def test_a_narrow_slice_is_padded_with_nothing() -> None:
 def test_rings_of_every_depth_give_the_same_bits_over_a_long_row(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """512 columns: 8 steps, more than any ring holds, in the down part; every architecture's forms."""
     shape = op.Shape(128, 512, 4)
-    kernels = {n: Emulated(op._variant(n, "down", shape, arch).source) for n, f in op.FORMS[arch].items() if n != "stream" and f.warps == 4}
+    names = [n for n, f in op.FORMS[arch].items() if n != "stream" and f.warps == 4]
+    kernels = [Emulated(op._variant(n, "down", shape, arch).source) for n in names]
     make = torch.Generator().manual_seed(3)
     packed, scale = pack_int4(torch.randn(1, 128, 512, generator=make))
     gate = pack_int4(torch.randn(1, 512, 128, generator=make))
@@ -181,11 +183,40 @@ def test_rings_of_every_depth_give_the_same_bits_over_a_long_row(arch: str, monk
     for early in (False, True):
         if early:
             monkeypatch.setenv("EMULATED_EARLY", "1")
-        for kernel in kernels.values():
+        for kernel in kernels:
             y = torch.full((20, 128), NAN)
             jobs = torch.tensor([[0, 0, 20, 0]], dtype=torch.int32)
             kernel((1, 1), 128, (weights.down, weights.down_scale, h, jobs, count, pairs, y))
             assert (y - want).abs().max() < 1e-4 * want.abs().max()
             results.append(y)
     assert all(torch.equal(r, results[0]) for r in results)
-    assert jit.ARCHS and len(kernels) == 3
+    assert len(kernels) == 3
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_warps_that_split_a_row_keep_its_bits(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = op.Shape(1024, 128, 4)
+    make = torch.Generator().manual_seed(4)
+    parts = [t for size in ((128, 1024), (128, 1024), (1024, 128)) for t in pack_int4(torch.randn(4, *size, generator=make))]
+    weights = repack.repack(*parts)
+    x = torch.randn(rows, 1024, generator=make).to(torch.bfloat16)
+    pairs, jobs = route_ref.lists([[(t + k) % 6 for k in range(4)] for t in range(rows)], 0, 4, 8)
+    device = [torch.tensor(v, dtype=torch.int32) for v in (jobs, [len(jobs)], pairs)]
+    results = []
+    for early in (False, True):
+        if early:
+            monkeypatch.setenv("EMULATED_EARLY", "1")
+        for name, grid in (("split", len(jobs) * 16 + 3), ("stream", len(jobs) * 4 + 1)):
+            h = torch.full((rows * 4, 128), NAN, dtype=torch.bfloat16)
+            threads = 32 * op.HOPPER[name].warps
+            Emulated(op._variant(name, "gate_up", shape, "sm_90a").source)(
+                grid, threads, (weights.gate_up, weights.gate_up_scale, x, *device, h)
+            )
+            results.append(h)
+    written = ~results[0].isnan().any(-1)
+    assert written.nonzero().flatten().tolist() == sorted(pairs)
+    assert all(torch.equal(r[written], results[0][written]) and r[~written].isnan().all() for r in results)
+    gate, up, _ = repack.expert(weights, 0)
+    for p in [p for p in pairs if (p // 4 + p % 4) % 6 == 0]:
+        want = ref.hidden(x[p // 4 : p // 4 + 1], gate, up, rounded=False)[0]
+        assert (results[0][p].double() - want).abs().max() < 6e-3 * want.abs().max()

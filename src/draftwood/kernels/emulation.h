@@ -51,10 +51,6 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 namespace emulated {
 constexpr int SHARED = 232448;
 alignas(128) static unsigned char shared[SHARED];
-[[noreturn]] inline void fail(const char* what) {
-  fprintf(stderr, "emulated kernel: %s in block %d %d %d thread %d\n", what, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x);
-  abort();
-}
 struct Fiber { ucontext_t context; std::vector<char> stack; bool done; };
 struct Copy { u32 to; const void* from; bool zero; };
 static std::vector<Fiber> fibers;
@@ -63,7 +59,12 @@ static ucontext_t scheduler;
 static int current, alive;
 static std::function<void()> body;
 static bool early;
+static char failure[200];                                   // empty, or why the grid was given up
 inline void leave() { swapcontext(&fibers[current].context, &scheduler); }
+inline void fail(const char* what) {                        // does not return: the scheduler drops all fibers
+  snprintf(failure, sizeof failure, "%s, block %d %d %d thread %d", what, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x);
+  leave();
+}
 struct Barrier { int arrived = 0; unsigned turn = 0; };
 static Barrier block_barrier, warp_barrier[32];
 inline void meet(Barrier& b, int all) {
@@ -118,22 +119,25 @@ inline void run_block(int threads) {
     f.context.uc_link = nullptr;
     makecontext(&f.context, thread_main, 0);
   }
-  for (alive = threads; alive > 0;)
-    for (int i = 0; i < threads; i++)
+  for (alive = threads; alive > 0 && !failure[0];)
+    for (int i = 0; i < threads && !failure[0]; i++)
       if (!fibers[i].done) {
         current = i;
         threadIdx = {i, 0, 0};
         swapcontext(&scheduler, &fibers[i].context);
       }
 }
-inline void run_grid(dim3 grid, int threads, std::function<void()> kernel) {
+// Returns nullptr, or why it gave up.
+inline const char* run_grid(dim3 grid, int threads, std::function<void()> kernel) {
+  failure[0] = 0;
   body = std::move(kernel);
   early = getenv("EMULATED_EARLY") != nullptr;
   gridDim = grid;
   blockDim = {threads, 1, 1};
   for (int z = 0; z < grid.z; z++)
     for (int y = 0; y < grid.y; y++)
-      for (int x = 0; x < grid.x; x++) { blockIdx = {x, y, z}; run_block(threads); }
+      for (int x = 0; x < grid.x && !failure[0]; x++) { blockIdx = {x, y, z}; run_block(threads); }
+  return failure[0] ? failure : nullptr;
 }
 // Calls a kernel with arguments given as 64-bit words.
 template <class T> inline T argument(u64 word) { T v; memcpy(&v, &word, sizeof(T)); return v; }

@@ -20,8 +20,8 @@ from draftwood.kernels.moe_int4.repack import Packed
 from draftwood.kernels.moe_route.op import Lists, most_jobs
 
 FOLDER = Path(__file__).parent
-STREAM_DOWN_ROWS = 4
-"""Rows up to which down_stream, which keeps y in shared memory and needs no combine, is the faster one (H200)."""
+FEW_ROWS = 4
+"""Rows up to which down_stream runs: it keeps y in shared memory and needs no combine, which is faster there (H200)."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,19 @@ class Form:
     spill: int = 0
 
     def fits(self, shape: Shape, part: str) -> bool:
-        """Whether a block's rows divide the expert's."""
+        """Whether a block's rows divide the expert's, and what else the source asks of a shape."""
+        if self.file == "split":
+            return part == "gate_up" and shape.steps(part) % self.warps == 0
+        if self.file == "stream" and self.warps == 8:
+            return part == "down"
         return self.file == "stream" or shape.rows(part) % (32 * self.warps) == 0
 
     def shared(self, shape: Shape, part: str) -> int:
         """Dynamic shared memory of a block, bytes (for down_stream: the largest)."""
+        if self.file == "split":
+            return shape.steps(part) * 576
         if self.file == "stream":
-            y = 64 * shape.topk * STREAM_DOWN_ROWS if part == "down" else 0
+            y = 64 * shape.topk * FEW_ROWS if part == "down" else 0
             return self.warps * _depth(shape.steps(part)) * 576 + y
         if self.file == "ring":
             return self.warps * self.stages * 1152 + (self.stages - 2 + 2 * self.span) * 1024 * self.tokens
@@ -83,11 +89,15 @@ class Form:
             found["GATE_UP"] = 1
         if self.file == "stream":
             return found | {"DEPTH": _depth(shape.steps(part))}
+        if self.file == "split":
+            return found
         found |= {"TOKENS": self.tokens, "STAGES": self.stages, "SPAN": self.span}
         return found | {"UNROLL": self.unroll} if self.unroll else found
 
 
 HOPPER = {
+    "split": Form("split", 1, 8, 3),
+    "burst": Form("stream", 1, 8, 4, spill=48),
     "stream": Form("stream", 1, 4, 4),
     "thin": Form("ring", 1, 8, 2, stages=6, span=4),
     "narrow": Form("ring", 3, 8, 2, stages=6, span=4),
@@ -95,7 +105,10 @@ HOPPER = {
     "wider": Form("ring", 6, 4, 3, stages=5, span=2),
     "widest": Form("staged", 8, 4, 2, stages=3, span=2, unroll=1),
 }
-"""Forms by growing tokens per expert, as measured on an H200 (384 and 48 experts of K2.6); the limits are in `choose`."""
+"""Forms by growing tokens per expert, as measured on an H200 (384 and 48 experts of K2.6); the limits are in `choose`.
+
+split and burst are for a few rows of a narrow slice: more warps for gate_up, a warp per job of down (not measured yet).
+"""
 # Not measured there. ptxas needs a register or two more than for sm_90a: fewer blocks rather than spills in the inner loop.
 BLACKWELL = HOPPER | {"stream": replace(HOPPER["stream"], spill=32), "wider": replace(HOPPER["wider"], blocks=2)}
 FORMS = {
@@ -104,6 +117,8 @@ FORMS = {
     "sm_103a": BLACKWELL,
     # Not measured there. 100 KB of shared memory a multiprocessor: rings that let two blocks be resident.
     "sm_120a": {
+        "split": Form("split", 1, 8, 1),
+        "burst": Form("stream", 1, 8, 4, spill=48),
         "stream": Form("stream", 1, 4, 4, spill=32),
         "thin": Form("ring", 1, 8, 2, stages=4, span=4),
         "narrow": Form("ring", 3, 8, 2, stages=4, span=1),
@@ -148,11 +163,15 @@ def workspace(shape: Shape, rows: int, device: torch.device | str) -> Workspace:
 def choose(shape: Shape, rows: int, experts: int) -> Plan:
     """Pick the forms for `rows` rows spread over `experts` experts (of all ranks), by the mean number of rows per expert."""
     mean = rows * shape.topk / experts
+    if rows <= FEW_ROWS:
+        # Whole rows of weights as units: fewer than half of the warps that an H200 keeps busy -> split them.
+        units = rows * shape.topk * shape.rows("gate_up") // 16
+        gate_up = _first(shape, "gate_up", ("split", "stream") if units <= 1024 else ("stream",))
+        return Plan(gate_up, "burst" if shape.steps("down") <= 4 else "stream")
     if mean <= 2:
-        return Plan("stream", _first(shape, "down", ("stream", "thin", "wide") if rows <= STREAM_DOWN_ROWS else ("thin", "wide")))
+        return Plan("stream", _first(shape, "down", ("thin", "wide")))
     name = next(n for n, most in (("narrow", 12), ("wide", 32), ("wider", 48), ("widest", float("inf"))) if mean <= most)
-    names = (name, "wide")
-    return Plan(_first(shape, "gate_up", names), _first(shape, "down", names))
+    return Plan(_first(shape, "gate_up", (name, "wide")), _first(shape, "down", (name, "wide")))
 
 
 def _first(shape: Shape, part: str, names: tuple[str, ...]) -> str:
@@ -227,7 +246,7 @@ def moe_int4(
     nothing = np.uint64(0)
     tail = (nothing if shared is None else shared, live, out)
     args = (weights.down, weights.down_scale, work.h, *listed)
-    if plan.down == "stream":
+    if HOPPER[plan.down].file == "stream":
         _launch("down", plan.down, shape, device, jobs, (*args, lists.weights, *tail, np.int32(n)), pdl)
         return
     _launch("down", plan.down, shape, device, jobs, (*args, work.y), pdl)
@@ -238,7 +257,9 @@ def moe_int4(
 def _launch(part: str, name: str, shape: Shape, device: int, jobs: int, args: tuple, pdl: bool) -> None:
     form, rows = HOPPER[name], shape.rows(part)          # warps and tokens are the same on every architecture
     grid: int | tuple[int, ...]
-    if form.file != "stream":
+    if form.file == "split":
+        grid = jobs * (rows // 16)
+    elif form.file != "stream":
         grid = (rows // (32 * form.warps), jobs)
     elif part == "gate_up":
         grid = -(-jobs * (rows // 16) // form.warps)
@@ -262,13 +283,15 @@ def _check(
         raise ValueError(f"{n} rows asked, lists for {lists.rows}, workspace for {work.h.shape[0] // shape.topk}")
     if work.h.shape[1] != shape.width or work.y.shape[1] != shape.hidden:
         raise ValueError(f"workspace is for {work.y.shape[1]} x {work.h.shape[1]}, not {shape.hidden} x {shape.width}")
-    if plan.down == "stream" and n > STREAM_DOWN_ROWS:
-        raise ValueError(f"down_stream serves up to {STREAM_DOWN_ROWS} rows, not {n}")
+    if HOPPER[plan.down].file == "stream" and n > FEW_ROWS:
+        raise ValueError(f"down_stream serves up to {FEW_ROWS} rows, not {n}")
+    if plan.gate_up == "split" and n > FEW_ROWS:
+        raise ValueError(f"gate_up_split serves up to {FEW_ROWS} rows, not {n}")
     if live.dtype != torch.int32:
         raise ValueError(f"live is int32 [1], not {live.dtype}")
 
 
-def bytes_moved(shape: Shape, distinct: int, rows: int, pairs: int) -> int:
+def bytes_moved(shape: Shape, distinct: float, rows: int, pairs: int) -> int:
     """Bytes that must move: weights of the chosen experts, rows in and out (and the shared output), h between the parts."""
-    weights = distinct * 3 * shape.width * shape.hidden * 9 // 16
+    weights = int(distinct * 3 * shape.width * shape.hidden * 9 / 16)
     return weights + rows * shape.hidden * 2 * 3 + pairs * shape.width * 2 * 2

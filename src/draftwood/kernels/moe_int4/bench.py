@@ -1,0 +1,130 @@
+"""Benchmark cases of the experts: both GEMMs and the combine, with job lists in device memory.
+
+Random routing, uniform over the experts; each call of a case takes other rows, so the weights of few rows are cold (a rank
+of 48 experts is read again every call, from memory: it is larger than any L2).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwood.kernels.case import Case, Run
+from draftwood.kernels.moe_int4 import op, ref, repack
+from draftwood.kernels.moe_route import ref as route_ref
+from draftwood.kernels.moe_route.op import Lists, most_jobs
+
+K26, TP8 = op.Shape(7168, 2048, 8), op.Shape(7168, 256, 8)
+CHOSEN = [(K26, 384, n) for n in (1, 9, 17, 33, 65, 128, 512)] + [(K26, 48, n) for n in (9, 33, 65, 128, 512)]
+CHOSEN += [(TP8, 384, n) for n in (1, 4, 9, 33, 65)]
+RIVALS = [
+    (K26, 384, 1, "stream", "thin"), (K26, 384, 1, "split", "stream"), (K26, 384, 1, "stream", "burst"),
+    (K26, 384, 9, "thin", "thin"), (K26, 384, 65, "thin", "thin"), (K26, 384, 65, "stream", "wide"),
+    (K26, 384, 128, "stream", "thin"), (K26, 384, 128, "wide", "wide"), (K26, 384, 512, "wide", "wide"),
+    (K26, 48, 9, "thin", "thin"), (K26, 48, 33, "wide", "wide"), (K26, 48, 65, "wide", "wide"), (K26, 48, 128, "narrow", "narrow"),
+    (K26, 48, 128, "wider", "wider"), (K26, 48, 512, "wide", "wide"), (K26, 48, 512, "wider", "wider"),
+    (TP8, 384, 1, "stream", "stream"), (TP8, 384, 1, "split", "stream"), (TP8, 384, 1, "split", "thin"),
+    (TP8, 384, 4, "stream", "burst"), (TP8, 384, 9, "thin", "thin"), (TP8, 384, 9, "stream", "wide"),
+    (TP8, 384, 33, "narrow", "narrow"), (TP8, 384, 33, "stream", "wide"),
+]  # fmt: skip
+"""Plans that `choose` does not make: the evidence for its limits."""
+ROUTES = 4
+POOL = 512
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The rows of one call and their experts."""
+
+    rows: list[int]
+    chosen: Tensor
+
+    @property
+    def distinct(self) -> int:
+        """Experts that are read."""
+        return int(self.chosen.unique().numel())
+
+
+@functools.cache
+def routings(experts: int, n: int, topk: int) -> tuple[Routing, ...]:
+    """The calls of a case: 16 for one row, else 4."""
+    pool = torch.rand(POOL, experts, generator=torch.Generator().manual_seed(7)).argsort(-1)[:, :topk].contiguous()
+    picks = [[(i + 131 * r) % POOL for i in range(n)] for r in range(16 if n == 1 else ROUTES)]
+    return tuple(Routing(rows, pool[rows]) for rows in picks)
+
+
+@functools.cache
+def _weights(shape: op.Shape, experts: int, device: torch.device) -> repack.Packed:
+    """Random codes and scales in fragment order; fewer experts are a part of the 384."""
+    if experts < 384:
+        whole = _weights(shape, 384, device)
+        return repack.Packed(
+            whole.gate_up[:experts], whole.gate_up_scale[:experts], whole.down[:experts], whole.down_scale[:experts]
+        )
+    made = torch.Generator(device).manual_seed(1)
+    weights = repack.empty(experts, shape.hidden, shape.width, device)
+    for codes, scales in ((weights.gate_up, weights.gate_up_scale), (weights.down, weights.down_scale)):
+        for e in range(experts):
+            codes[e].random_(-(2**31), 2**31 - 1, generator=made)
+            scales[e].copy_(torch.rand(scales[e].shape, device=device, generator=made) * 0.01)
+    return weights
+
+
+def _lists(routing: Routing, weights: Tensor, experts: int, tile: int, device: torch.device) -> Lists:
+    n, topk = routing.chosen.shape
+    pairs, jobs = route_ref.lists(routing.chosen.tolist(), 0, experts, tile)
+    jobs += [(0, 0, 0, 0)] * (most_jobs(n, topk, experts, tile) - len(jobs))
+    ints = functools.partial(torch.tensor, dtype=torch.int32, device=device)
+    used = ints([len([j for j in jobs if j[2]])])
+    return Lists(n, 0, experts, routing.chosen.int().to(device), weights, ints(pairs), ints(jobs), used, torch.empty(0))
+
+
+def _setup(shape: op.Shape, experts: int, n: int, plan: op.Plan, device: torch.device) -> Run:
+    packed = _weights(shape, experts, device)
+    made = torch.Generator(device).manual_seed(2)
+    x = torch.randn(POOL, shape.hidden, device=device, generator=made).to(torch.bfloat16)
+    shared = torch.randn(n, shape.hidden, device=device, generator=made).to(torch.bfloat16)
+    calls = routings(experts, n, shape.topk)
+    xs = [x[c.rows].contiguous() for c in calls]
+    weights = [torch.rand(n, shape.topk, device=device, generator=made) for _ in calls]
+    lists = [_lists(c, w, experts, plan.tile, device) for c, w in zip(calls, weights, strict=True)]
+    work, out = op.workspace(shape, n, device), torch.empty_like(shared)
+    live = torch.tensor([n], dtype=torch.int32, device=device)
+
+    def launch() -> None:
+        for rows, listed in zip(xs, lists, strict=True):
+            op.moe_int4(rows, packed, listed, live, shared, out, work, plan)
+
+    def error() -> float:
+        worst = 0.0
+        for t in {0, n - 1}:
+            one = slice(t, t + 1)
+            chosen = calls[-1].chosen[one]
+            want = ref.experts(xs[-1][one], lambda e: repack.expert(packed, e), chosen, weights[-1][one], 0, experts, shared[one])
+            worst = max(worst, float((out[one].double() - want).abs().max() / want.abs().max()))
+        return worst
+
+    return Run(launch, error, len(calls))
+
+
+def _case(shape: op.Shape, experts: int, n: int, plan: op.Plan, label: str) -> Case:
+    calls = routings(experts, n, shape.topk)
+    distinct = sum(c.distinct for c in calls) / len(calls)
+    size = op.bytes_moved(shape, distinct, n, n * shape.topk)
+    flops = 2 * 3 * n * shape.topk * shape.hidden * shape.width
+    return Case("moe_int4", label, functools.partial(_setup, shape, experts, n, plan), size, flops)
+
+
+def cases() -> list[Case]:
+    """What `choose` picks, then its rivals."""
+    found = []
+    for shape, experts, n in CHOSEN:
+        plan = op.choose(shape, n, experts)
+        found.append(_case(shape, experts, n, plan, f"{experts} experts x {shape.width}, {n} rows"))
+    for shape, experts, n, gate_up, down in RIVALS:
+        label = f"rival {gate_up}+{down}: {experts} experts x {shape.width}, {n} rows"
+        found.append(_case(shape, experts, n, op.Plan(gate_up, down), label))
+    return found
