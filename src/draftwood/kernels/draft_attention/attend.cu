@@ -265,7 +265,7 @@ draft_combine(const float* part_o, const float* part_ml, const long long* length
   float M = minus_infinity(), L = 0.f, all[OWN];
 #pragma unroll
   for (int k = 0; k < OWN; k++) all[k] = 0.f;
-#pragma unroll 4
+#pragma unroll 8
   for (int s = 0; s < live; s++) {
     float a, b, part[OWN];
 #pragma unroll
