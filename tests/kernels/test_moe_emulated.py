@@ -15,7 +15,8 @@ from draftwood.kernels.moe_route import ref as route_ref
 from draftwood.model.int4 import pack_int4, unpack_int4
 from tests.kernels.emulate import COMPILER, Emulated
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+# One worker: the compiled sources are kept by a process.
+pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), pytest.mark.xdist_group("emulated")]
 NANO, ROUTER = op.Shape(384, 128, 4), route_op.Shape(384, 16, 4)
 NAN = float("nan")
 
