@@ -104,8 +104,9 @@ def measure(case: Case, device: torch.device, peak: float) -> dict[str, Any]:
 def compile_parallel(kernels: list[str], arch: str, workers: int = 16) -> list[check.Built]:
     """Build every variant of the kernels for `arch` in threads (NVRTC releases the interpreter lock)."""
     jobs = [(kernel, variant) for kernel in kernels for variant in check.variants(kernel) if arch in variant.archs]
+    first = [check.check(job[0], job[1], arch) for job in jobs[:1]]  # imports the compiler, which threads must not do at once
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda job: check.check(job[0], job[1], arch), jobs))
+        return first + list(pool.map(lambda job: check.check(job[0], job[1], arch), jobs[1:]))
 
 
 def _alive(device: torch.device) -> bool:
