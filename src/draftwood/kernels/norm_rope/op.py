@@ -152,6 +152,8 @@ def latent_write(
     out = torch.empty(n, q, dtype=torch.bfloat16, device=x.device) if out is None else out
     _rows_fit("x", x, n, q + l + p)
     _rows_fit("out", out, n, q)
+    _rows_fit("q_weight", q_weight.unsqueeze(0), 1, q)
+    _rows_fit("l_weight", l_weight.unsqueeze(0), 1, l)
     _rows_fit("cache", cache, None, l + p)
     if not cache.is_contiguous():
         raise ValueError(f"cache must be one layer, contiguous; strides {cache.stride()}")
