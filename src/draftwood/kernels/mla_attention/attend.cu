@@ -64,7 +64,7 @@ template <int M_, int HALVES_, int WR_, int KS_, bool WALK_> struct Config {
   static constexpr int q = keys + HALVES_ * 32 * LDK * 2;
   static constexpr int p = q + M_ * 16 * LDK * 2;         // probabilities; with KS 2 first the exchanged scores
   static constexpr int maxima = p + larger(M_ * 16 * LDP * 2, KS_ == 2 ? NW * KEYS8 * 512 : 0);
-  static constexpr int sums = maxima + M_ * 16 * NW * 4;
+  static constexpr int sums = maxima + M_ * 16 * KEY_GROUPS * 4;
   static constexpr int bases = sums + M_ * 16 * 32;
   static constexpr int slots = bases + M_ * 16 * 4;
   static constexpr int group_ml = slots + TILE * 4;
@@ -236,7 +236,7 @@ __device__ __forceinline__ void tile_maxima(float (&s)[C::OWN][C::KEYS8][4], con
         }
       most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1));
       most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
-      if (i.q2 == 0) maxima[(t * 16 + h * 8 + i.g) * NW + w.pos % C::KEY_GROUPS] = most;
+      if (i.q2 == 0) maxima[(t * 16 + h * 8 + i.g) * C::KEY_GROUPS + w.pos % C::KEY_GROUPS] = most;
     }
   __syncthreads();
 }
@@ -257,7 +257,7 @@ __device__ __forceinline__ void softmax(Acc<C::M>& a, float (&s)[C::OWN][C::KEYS
       const float old = a.m[t][h];
       float m = old;
 #pragma unroll
-      for (int k = 0; k < C::KEY_GROUPS; k++) m = fmaxf(m, maxima[line * NW + k]);
+      for (int k = 0; k < C::KEY_GROUPS; k++) m = fmaxf(m, maxima[line * C::KEY_GROUPS + k]);
       const float safe = m == minus_infinity() ? 0.f : m;     // a line that is off
       rescale[t][h] = old == minus_infinity() ? 1.f : ex2(__fsub_rn(old, safe));   // nothing yet: l and O are zero
       a.m[t][h] = m;

@@ -79,9 +79,10 @@ class Shape:
 
     def _bytes(self, tiles: int, halves: int, split: int, walk: bool, width: int) -> int:
         row, lines = (width + 8) * 2, tiles * 16
-        exchanged = self.warps * (8 // (self.warps // tiles)) * 512 if split == 2 else 0
+        key_groups = self.warps // tiles if split == 2 else self.warps // (self.line_groups if tiles == self.tiles else 1)
+        exchanged = self.warps * (8 // key_groups) * 512 if split == 2 else 0
         total = halves * 32 * row + lines * row + max(lines * (PAGE + 8) * 2, exchanged)
-        total += lines * (self.warps * 4 + 32 + 4) + PAGE * 4
+        total += lines * (key_groups * 4 + 32 + 4) + PAGE * 4
         if walk:
             total += 2 * self.warps * lines * 8 + self.in_shared * tiles * self.warps * 32 * 16
         return total
@@ -107,14 +108,14 @@ SHAPES: dict[str, Shape] = {
     "u1x8": Shape(1, 8, blocks=2),
     "u1x8h4": Shape(1, 8, halves=4),
     "u2x8": Shape(2, 8, split=2, halves=4),
-    "u4x8": Shape(4, 8, split=2, halves=3),
+    "u4x8": Shape(4, 8, split=2, halves=3, spill=96),
     "g1x4": Shape(1, 4, walk=True, blocks=2),
     "g1x8h4": Shape(1, 8, walk=True, halves=4),
-    "g2x8": Shape(2, 8, walk=True, split=2, halves=4),
+    "g2x8": Shape(2, 8, walk=True, split=2, halves=4, spill=96),
     "g2x8p": Shape(2, 8, walk=True, split=2, halves=4, pipe=True),
     "g4x8h2s3": Shape(4, 8, walk=True, split=2, halves=2, in_registers=0, in_shared=3, spill=96),
     "g4x8h3s1": Shape(4, 8, walk=True, split=2, halves=3, in_registers=0, in_shared=1, spill=96),
-    "g4x8h3s1p": Shape(4, 8, walk=True, split=2, halves=3, in_registers=0, in_shared=1, pipe=True, archs=("sm_90a",)),
+    "g4x8h3s1p": Shape(4, 8, walk=True, split=2, halves=3, in_registers=0, in_shared=1, pipe=True, spill=96, archs=("sm_90a",)),
 }
 """u: a block has one unit; g: a block walks a group, or whole rows. Then tiles of 16 lines x warps."""
 NARROW = Shape(1, 2)
