@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from draftwood.commands import console, ranks
+from draftwood import ranks
+from draftwood.commands import console
 from draftwood.commands.generate import summary
 from draftwood.config import add_options, options_from
 from draftwood.engine.request import SamplingParams, add_sampling, sampling_from

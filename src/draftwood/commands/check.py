@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from draftwood import plan, report, samples
-from draftwood.commands import ranks, workers
+from draftwood import plan, ranks, report, samples
+from draftwood.commands import workers
 from draftwood.config import MAX_BUDGET, add_options, options_from
 from draftwood.engine.request import SamplingParams
 from draftwood.errors import ConfigError

@@ -7,7 +7,8 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
-from draftwood.commands import console, ranks
+from draftwood import ranks
+from draftwood.commands import console
 from draftwood.commands.prompts import read_prompts
 from draftwood.commands.trees import Drawing, draw
 from draftwood.config import add_options, options_from
