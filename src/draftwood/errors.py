@@ -19,13 +19,14 @@ class ConfigError(DraftwoodError):
 
 
 class RequestError(DraftwoodError):
-    """One request cannot be served; `param` names the field at fault."""
+    """One request cannot be served; `param` names the field at fault, `code` the kind of fault where clients ask for it."""
 
     exit_code = 2
 
-    def __init__(self, message: str, param: str) -> None:
+    def __init__(self, message: str, param: str, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
 
 
 class Overloaded(DraftwoodError):

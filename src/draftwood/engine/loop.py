@@ -21,6 +21,7 @@ from draftwood.engine.request import Output, Request, SamplingParams, Usage
 from draftwood.engine.rows import Rows
 from draftwood.engine.scheduler import Scheduler, Sequence, StepPlan
 from draftwood.engine.step import Parts, StepResult, step
+from draftwood.engine.totals import Totals
 from draftwood.errors import DeviceLost
 from draftwood.spec.noise import COLD
 from draftwood.spec.policy import AutoSize
@@ -56,6 +57,11 @@ class StepRecord:
     rows: list[Trace]
 
 
+@dataclass(frozen=True)
+class Rest:
+    """The order to do nothing and to wait for the next one."""
+
+
 class Engine:
     """Runs requests to their ends. One thread; `step` does everything."""
 
@@ -67,6 +73,7 @@ class Engine:
         self.rows = Rows(plan.max_num_seqs, self.scheduler.table_width, parts.kv.sink, parts.vocab, parts.device)
         self.timing = Timing(plan.max_num_seqs, plan.max_budget, plan.block)
         self.usage: dict[int, Usage] = {}
+        self.totals = Totals()
         self.records: list[StepRecord] | None = None
         """Set to a list to collect a record of each step."""
         self._next_id = 0
@@ -75,6 +82,10 @@ class Engine:
     def idle(self) -> bool:
         """True when there is nothing to do."""
         return self.scheduler.idle
+
+    def check(self, prompt: Iterable[int], params: SamplingParams) -> None:
+        """Raise RequestError for what `add` would refuse. Changes nothing, so any thread may ask."""
+        self.scheduler.check(Request(-1, tuple(prompt), params))
 
     def add(self, prompt: Iterable[int], params: SamplingParams) -> int:
         """Queue a prompt and return the request's id. Raises RequestError when it cannot be served."""
@@ -116,12 +127,18 @@ class Engine:
     def _tell(self, order: Any) -> Any:
         return self.parts.comm.broadcast(order)
 
-    def _obey(self, order: StepPlan | Probe | Costs) -> Any:
+    def rest(self) -> None:
+        """Tell the other ranks, when there is nothing to do, that rank 0 lives: they wait for an order only so long."""
+        self._tell(Rest())
+
+    def _obey(self, order: StepPlan | Probe | Costs | Rest) -> Any:
         """Do what rank 0 has told; the same on every rank."""
         if isinstance(order, StepPlan):
             return step(self.parts, self.rows, order, trace=self.records is not None)
         if isinstance(order, Probe):
             return measure(self.parts, order)
+        if isinstance(order, Rest):
+            return None
         self.parts.costs[order.sampled] = order.table
         if self.parts.auto is None:
             self.parts.auto = AutoSize(order.table, self.plan.max_budget)
@@ -147,7 +164,12 @@ class Engine:
         if self.records is not None:
             self.records.append(_record(plan, result, sequences))
         now, read, outputs = time.monotonic(), _Read.of(result), []
+        self.totals.step(result.seconds)
         for place, seq in enumerate(sequences):
+            if plan.chunks[place]:
+                self.totals.prompt(read.counts[place])
+            else:
+                self.totals.row(read.nodes[place] - 1, read.counts[place] - 1)
             if not self.scheduler.runs(seq):
                 continue
             seq.length += read.counts[place]

@@ -94,6 +94,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError when it could never run."""
+        self.check(request)
+        self.waiting.append(request)
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError when the request could never run, however empty the engine. Reads constants only."""
         prompt, most = request.prompt, self.plan.max_model_len
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token", "prompt")
@@ -102,6 +107,7 @@ class Scheduler:
                 f"the prompt has {len(prompt)} tokens but the context holds {most} with at least one of the answer; "
                 "shorten the prompt or raise --max-model-len",
                 "prompt",
+                code="context_length_exceeded",
             )
         self._check_ids("prompt", prompt)
         self._check_ids("stop_token_ids", request.params.stop_token_ids)
@@ -114,7 +120,6 @@ class Scheduler:
                 f"{self.pool.num_pages}; lower max_tokens or shorten the prompt",
                 "max_tokens",
             )
-        self.waiting.append(request)
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         for token in ids:
