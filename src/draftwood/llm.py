@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,7 @@ from draftwood.devices import detect
 from draftwood.engine.loop import Engine
 from draftwood.engine.request import Output, SamplingParams, Usage
 from draftwood.engine.step import Parts
+from draftwood.engine.totals import Totals
 from draftwood.errors import ConfigError, RequestError
 from draftwood.kv.store import DraftStore, LatentStore
 from draftwood.model.drafter import Drafter
@@ -33,6 +34,9 @@ from draftwood.spec.tree import GrowOptions
 from draftwood.text.chat import ChatTemplate
 from draftwood.text.stream import TextStream
 from draftwood.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from draftwood.text.tools import AnswerStream, Event
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Mapping[str, Any] | None
@@ -61,6 +65,7 @@ class Completion:
     tok_s: float
     """Tokens of the answer per second from the request's first step to its last."""
     stage_ms: dict[str, float]
+    """Milliseconds of the decoding steps by stage; steps shared with other requests count for each."""
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
 
@@ -81,7 +86,7 @@ class LLM:
         # Ranks may see different free memory; rank 0's decision is everybody's.
         self.plan: Plan = comm.broadcast(decide(options, self.checkpoint, device))
         self.engine = Engine(build(self.plan, self.checkpoint, comm), self.plan, self.checkpoint.config.stop_ids)
-        self._live: dict[int, _Answer] = {}
+        self._live: dict[int, Answer] = {}
 
     @property
     def rank(self) -> int:
@@ -138,7 +143,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: Params = None, allow_special: bool = False) -> Iterator[str | Completion]:
         """Yield the answer's text as it grows, then the Completion. Closing the iterator aborts the request."""
-        answer = self._start(self._encode(prompt, allow_special), params)
+        answer = self.start(self._encode(prompt, allow_special), params)
         try:
             while True:
                 if text := answer.take():
@@ -146,10 +151,10 @@ class LLM:
                 elif answer.reason is not None:
                     break
                 else:
-                    self._advance()
-            yield self._finish(answer)
+                    self.advance()
+            yield self.finish(answer)
         finally:
-            self._drop(answer)
+            self.drop(answer)
 
     def _encode(self, prompt: Any, allow_special: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -161,40 +166,71 @@ class LLM:
         return list(prompt)
 
     def _run(self, asks: Sequence[tuple[list[int], Any]]) -> list[Completion]:
-        answers: list[_Answer] = []
+        answers: list[Answer] = []
         try:
             for ids, params in asks:
-                answers.append(self._start(ids, params))
+                answers.append(self.start(ids, params))
             while any(answer.reason is None for answer in answers):
-                self._advance()
-            return [self._finish(answer) for answer in answers]
+                self.advance()
+            return [self.finish(answer) for answer in answers]
         finally:
             for answer in answers:
-                self._drop(answer)
+                self.drop(answer)
 
-    def _start(self, ids: list[int], params: Params) -> _Answer:
+    def check(self, ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise RequestError for what `start` would refuse. Changes nothing, so any thread may ask."""
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop needs a tokenizer, and this model has none; use stop_token_ids", "stop")
+        self.engine.check(ids, params)
+
+    def start(self, ids: Sequence[int], params: Params = None, reader: AnswerStream | None = None) -> Answer:
+        """Queue a prompt of token ids; `advance` makes its answer grow. Raises RequestError.
+
+        With a `reader` the answer consists of events, else of text. It has to be told of `params.stop` itself.
+        """
         if not isinstance(params, SamplingParams):
             params = SamplingParams() if params is None else SamplingParams.of(params)
         params = params.seeded()
-        answer = _Answer(self.engine.add(ids, params), params, self.tokenizer)
+        self.check(ids, params)
+        answer = Answer(self.engine.add(ids, params), params, self.tokenizer, reader)
         self._live[answer.id] = answer
         return answer
 
-    def _advance(self) -> None:
-        """Run one engine step and hand its outputs to the answers they belong to."""
+    def advance(self) -> list[Answer]:
+        """Run one engine step; return the answers that grew, those that ended among them."""
+        grown = []
         for output in self.engine.step():
             answer = self._live.get(output.request_id)
             if answer is None:
                 continue
             answer.add(output)
+            grown.append(answer)
             if answer.reason is not None:
-                self._drop(answer)
+                self.drop(answer)
+        return grown
 
-    def _drop(self, answer: _Answer) -> None:
+    def drop(self, answer: Answer) -> None:
+        """Forget an answer, whether it has ended or not."""
         if self._live.pop(answer.id, None) is not None:
             self.engine.abort(answer.id)
 
-    def _finish(self, answer: _Answer) -> Completion:
+    def rest(self) -> None:
+        """Keep the other ranks waiting while there is nothing to do; call it more often than DRAFTWOOD_RANK_TIMEOUT."""
+        self.engine.rest()
+
+    def state(self) -> State:
+        """Return how busy the engine is. Any thread may ask."""
+        scheduler = self.engine.scheduler
+        return State(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages=scheduler.pool.num_pages,
+            free_pages=scheduler.pool.free_count,
+            totals=self.engine.totals,
+        )
+
+    def finish(self, answer: Answer) -> Completion:
+        """Return an answer that has ended as a Completion. Raises the RequestError that ended it, if one did."""
         if answer.error is not None:
             raise answer.error
         usage, count = answer.usage, len(answer.token_ids)
@@ -219,28 +255,55 @@ class LLM:
         )
 
 
+@dataclass(frozen=True)
+class Delta:
+    """What came of one request since it was last asked. Text that stop strings or UTF-8 hold back comes later."""
+
+    text: str
+    events: list[Event]
+    """Reasoning, content and tool calls, in place of `text` for an answer that is read by an AnswerStream."""
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
+class State:
+    """How busy an engine is. Counts are of requests and pages."""
+
+    running: int
+    waiting: int
+    pages: int
+    free_pages: int
+    totals: Totals
+
+
 @dataclass
-class _Answer:
+class Answer:
     """What has come of one request so far, as text and as tokens."""
 
     id: int
     params: SamplingParams
     tokenizer: Tokenizer | None
+    reader: AnswerStream | None = None
+    """Takes the place of plain text where reasoning and tool calls are told apart."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     text: str = ""
+    events: list[Event] = field(default_factory=list)
     reason: str | None = None
+    stop: str | int | None = None
+    """The caller's stop string or stop token that ended the answer."""
     usage: Usage = field(default_factory=Usage)
     error: RequestError | None = None
     _shown: int = 0
+    _told: tuple[int, int] = (0, 0)
     _stream: TextStream | None = None
 
     def __post_init__(self) -> None:
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and self.reader is None:
             self._stream = TextStream(self.tokenizer, self.params.stop, self.tokenizer.silent)
-        elif self.params.stop:
-            raise RequestError("stop needs a tokenizer, and this model has none; use stop_token_ids", "stop")
 
     def add(self, output: Output) -> None:
         """Take a step's tokens; a stop string ends the answer with the token that completes it."""
@@ -259,25 +322,63 @@ class _Answer:
             self.usage.decoded -= cut if self.usage.steps else 0
 
     def _words(self, output: Output) -> int:
-        """Extend the text and the reason; return how many of the tokens belong to the answer."""
-        self.reason = output.finish_reason
-        if self._stream is None:
-            return len(output.token_ids)
-        piece = self._stream.push(output.token_ids)
-        self.text += piece.text
-        stop = piece.stop
-        if self.reason is not None and stop is None:
-            last = self._stream.finish()
-            self.text += last.text
-            stop = last.stop
+        """Extend the text and the reason; return how many of the tokens belong to the answer.
+
+        The token that ends an answer is one of them but gives no text, whatever it spells.
+        """
+        self.reason, ids = output.finish_reason, output.token_ids
+        if self._stream is None and self.reader is None:
+            return len(ids)
+        ended = self.reason == "stop"
+        used, stop = self._read(ids[:-1] if ended else ids)
+        if self.reason is None and stop is None:
+            return used
+        if ended and stop is None:
+            used += 1
+            self.stop = ids[-1] if ids[-1] in self.params.stop_token_ids else None
+        stop = self._end(self.reason if stop is None else "stop") or stop
         if stop is not None:
-            self.reason = "stop"
-        return piece.used
+            self.reason, self.stop = "stop", stop
+        return used
+
+    def _read(self, ids: Sequence[int]) -> tuple[int, str | None]:
+        """Turn tokens into text or events; return how many were used and the stop string found."""
+        if self.reader is not None:
+            part = self.reader.push(ids)
+            self.events += part.events
+            return part.used, part.stop
+        assert self._stream is not None
+        piece = self._stream.push(ids)
+        self.text += piece.text
+        return piece.used, piece.stop
+
+    def _end(self, reason: str | None) -> str | None:
+        """Give out what was held back; return the stop string that it completes."""
+        if self.reader is not None:
+            part = self.reader.finish(reason)
+            self.events += part.events
+            return part.stop
+        assert self._stream is not None
+        last = self._stream.finish()
+        self.text += last.text
+        return last.stop
 
     def take(self) -> str:
         """Return the text that was not taken yet."""
         new, self._shown = self.text[self._shown :], len(self.text)
         return new
+
+    def news(self) -> Delta:
+        """Return everything that was not taken yet."""
+        tokens, events = self._told
+        self._told = len(self.token_ids), len(self.events)
+        return Delta(
+            text=self.take(),
+            events=self.events[events:],
+            token_ids=self.token_ids[tokens:],
+            logprobs=self.logprobs[tokens:],
+            top_logprobs=self.top_logprobs[tokens:],
+        )
 
 
 def build(plan: Plan, checkpoint: Checkpoint, comm: Comm) -> Parts:
@@ -341,5 +442,4 @@ def _words(checkpoint: Checkpoint) -> tuple[Tokenizer | None, ChatTemplate | Non
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens but config.json says vocab_size "
             f"{checkpoint.config.vocab_size}; use the files of one checkpoint"
         )
-    has_template = (folder / "chat_template.jinja").exists()
-    return tokenizer, ChatTemplate.load(folder, tokenizer) if has_template else None
+    return tokenizer, ChatTemplate.find(folder, tokenizer)

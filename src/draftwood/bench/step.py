@@ -53,7 +53,7 @@ class Pass:
         return sum(c.accept_length * c.steps for c in self.completions) / max(1, self.steps)
 
     def stage(self, name: str) -> float:
-        """Milliseconds spent in a stage, summed over the answers."""
+        """Milliseconds of decoding spent in a stage, summed over the answers."""
         return sum(c.stage_ms[name] for c in self.completions)
 
 
@@ -128,7 +128,7 @@ class Bench:
         return Pass(completions, time.perf_counter() - began)
 
     def measure(self, budgets: Sequence[Budget], repeat: int) -> list[dict[str, Any]]:
-        """Return a row for each budget. The first round warms up; it decodes one token, so it also times the prompts."""
+        """Return a row for each budget. The first round warms up with a few tokens and is not counted."""
         with report.progress((repeat + 1) * len(budgets), "bench step", " passes") as bar:
 
             def counted(budget: Budget, max_tokens: int | None = None) -> Pass:
@@ -136,20 +136,19 @@ class Bench:
                 bar.update()
                 return found
 
-            prompt = {budget: counted(budget, 1) for budget in budgets}
+            for budget in budgets:
+                counted(budget, 8)
             passes: dict[Budget, list[Pass]] = {budget: [] for budget in budgets}
             for _ in range(repeat):
                 for budget in budgets:
                     passes[budget].append(counted(budget))
-        return [self._row(budget, passes[budget], prompt[budget], passes.get(0)) for budget in budgets]
+        return [self._row(budget, passes[budget], passes.get(0)) for budget in budgets]
 
-    def _row(self, budget: Budget, passes: list[Pass], prompt: Pass, plain: list[Pass] | None) -> dict[str, Any]:
+    def _row(self, budget: Budget, passes: list[Pass], plain: list[Pass] | None) -> dict[str, Any]:
         """Medians of a budget's passes; `plain`: those of budget 0, taken in the same rounds."""
         first = passes[0]
         steps = max(1, first.steps)
-        stage_ms = {
-            name: max(0.0, statistics.median(p.stage(name) for p in passes) - prompt.stage(name)) / steps for name in STAGES
-        }
+        stage_ms = {name: statistics.median(p.stage(name) for p in passes) / steps for name in STAGES}
         rounds = zip(passes, plain or (), strict=False)
         ratios = [theirs.seconds / ours.seconds for ours, theirs in rounds]
         step_ms = sum(stage_ms.values())

@@ -177,8 +177,9 @@ class Engine:
             usage.started = usage.started or began
             usage.ended = now
             usage.prompt_steps += bool(plan.chunks[place])
-            for stage, seconds in result.seconds.items():
-                usage.stage_seconds[stage] += seconds
+            if not plan.chunks[place]:
+                for stage, seconds in result.seconds.items():
+                    usage.stage_seconds[stage] += seconds
             if plan.emits[place]:
                 outputs.append(self._emit(place, seq, usage, bool(plan.chunks[place]), read))
         return outputs

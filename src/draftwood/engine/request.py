@@ -200,6 +200,7 @@ class Usage:
     nodes: int = 0
     """Tree nodes beyond the root that were verified."""
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    """Of the decoding steps."""
     started: float = 0.0
     """Monotonic seconds of the first step; `ended` of the last one."""
     ended: float = 0.0
