@@ -118,6 +118,43 @@ def test_closing_a_stream_aborts_its_request_and_another_goes_on(llm):
     assert llm.engine.idle and llm.engine.scheduler.pool.free_count == llm.plan.num_pages
 
 
+def test_a_stop_token_of_the_caller_ends_the_answer_without_its_text(llm):
+    ask = {"max_tokens": 30, "ignore_eos": True, "temperature": 1, "seed": 7}
+    whole = llm.generate(PROMPT, ask)[0]
+    for place in (0, 3, 11, 29):
+        token = whole.token_ids[place]
+        first = whole.token_ids.index(token)
+        answer = llm.start(llm.tokenizer.encode(PROMPT), {**ask, "stop_token_ids": [token]})
+        deltas = []
+        while answer.reason is None:
+            assert all(grown is answer for grown in llm.advance())
+            deltas.append(answer.news())
+        c = llm.finish(answer)
+        assert c.finish_reason == "stop" and answer.stop == token
+        assert c.token_ids == whole.token_ids[: first + 1] == [t for d in deltas for t in d.token_ids]
+        shown = [t for t in c.token_ids[:-1] if t not in llm.tokenizer.silent]
+        assert c.text == llm.tokenizer.decode(shown) == "".join(d.text for d in deltas)
+    state = llm.state()
+    assert state.running == state.waiting == 0 and state.free_pages == state.pages
+
+
+def test_totals_count_what_the_records_show(llm):
+    before = llm.state().totals
+    steps, rows, prompt, accepted = before.steps, before.row_steps, before.prompt_tokens, list(before.accepted)
+    llm.engine.records = []
+    try:
+        llm.generate([PROMPT, "the"], {"max_tokens": 20, "ignore_eos": True, "temperature": 1, "seed": 5})
+        records = llm.engine.records
+    finally:
+        llm.engine.records = None
+    after, every = llm.state().totals, [row for record in records for row in record.rows]
+    assert after.steps - steps == len(records)
+    assert after.prompt_tokens - prompt == sum(len(row.path) for row in every if row.forced)
+    assert after.row_steps - rows == sum(not row.forced for row in every)
+    found = [sum(not row.forced and len(row.path) - 1 == depth for row in every) for depth in range(len(accepted))]
+    assert [a - b for a, b in zip(after.accepted, accepted, strict=True)] == found
+
+
 def test_generate_beside_an_open_stream_loses_nothing(llm):
     params = SamplingParams(max_tokens=50, ignore_eos=True, temperature=1, seed=3)
     expected = same(llm.generate(PROMPT, params))
