@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train capture": ("draftwood.train.capture", "write the target's own text for the drafter"),
     "train drafter": ("draftwood.train.drafter", "train a DFlash drafter for a target"),
     "train bigram": ("draftwood.train.bigram", "count a previous-token table from text"),
+    "train card": ("draftwood.train.card", "write the model card of a trained pair"),
     "train evaluate": ("draftwood.train.evaluate", "held-out loss and accept lengths of a trained pair"),
     "env": ("draftwood.commands.env", "show what was found on this machine"),
 }
