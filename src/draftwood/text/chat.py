@@ -16,8 +16,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftwood.errors import ConfigError, RequestError
 from draftwood.text.tokenizer import CONFIG_FILE, Tokenizer, check_text, read_config
+from draftwood.text.typescript import declare, sort_keys
 
 TEMPLATE_FILE = "chat_template.jinja"
+DECLARATION = "tools_ts_str"
+"""What K2.5 and later templates call the tools in TypeScript form."""
 ROLES = ("system", "user", "assistant", "tool")
 # What a template can fail with on messages it was not written for.
 _RENDER_FAULTS = (
@@ -46,6 +49,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._variables = dict(variables or {})
         self._source_characters = set(source)
+        self._declares = DECLARATION in source
         try:
             self._template = _environment().from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -80,11 +84,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """Return the prompt as text. `kwargs` go to the template (thinking, preserve_thinking, tools_ts_str, ...).
+        """Return the prompt as text. `kwargs` go to the template (thinking, preserve_thinking, ...).
 
+        A template that takes tools in TypeScript form gets them so unless `kwargs` has tools_ts_str itself (None: JSON).
         Raises RequestError naming the field for messages the template cannot hold.
         """
-        return self._render(_inputs(messages, tools, add_generation_prompt, kwargs))
+        return self._render(self._inputs(messages, tools, add_generation_prompt, kwargs))
 
     def encode(
         self,
@@ -97,7 +102,7 @@ class ChatTemplate:
 
         Otherwise equal to encoding the rendered text as a whole. Raises RequestError as `render`.
         """
-        inputs = _inputs(messages, tools, add_generation_prompt, kwargs)
+        inputs = self._inputs(messages, tools, add_generation_prompt, kwargs)
         plain = self._render(inputs)
         mask = self._mask(inputs)
         if not mask:
@@ -117,6 +122,25 @@ class ChatTemplate:
             else:
                 ids.extend(self.tokenizer.encode(piece.translate(restore), param="messages"))
         return ids
+
+    def _inputs(
+        self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool, kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Check what a caller gave and return the template's variables."""
+        inputs = {
+            **kwargs,
+            "messages": check_messages(messages),
+            "tools": check_tools(tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            if self._declares and DECLARATION not in kwargs and inputs["tools"]:
+                inputs |= declared(inputs["tools"])
+            for text in _strings(inputs):
+                check_text(text, "messages")
+        except RecursionError:
+            raise RequestError("messages or tools are nested too deeply", param="messages") from None
+        return inputs
 
     def _render(self, inputs: Mapping[str, Any]) -> str:
         try:
@@ -202,26 +226,6 @@ def _token_text(value: Any) -> Any:
     return value.get("content", "") if isinstance(value, dict) else value
 
 
-def _inputs(
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    add_generation_prompt: bool,
-    kwargs: Mapping[str, Any],
-) -> dict[str, Any]:
-    inputs = {
-        **kwargs,
-        "messages": check_messages(messages),
-        "tools": check_tools(tools),
-        "add_generation_prompt": add_generation_prompt,
-    }
-    try:
-        for text in _strings(inputs):
-            check_text(text, "messages")
-    except RecursionError:
-        raise RequestError("messages or tools are nested too deeply", param="messages") from None
-    return inputs
-
-
 def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return copies of `messages` in the form K2's templates read: no null reasoning, no empty tool calls.
 
@@ -293,6 +297,18 @@ def check_tools(tools: Any) -> list[Any] | None:
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
         raise RequestError("tools must be a list of objects", param="tools")
     return list(tools)
+
+
+def declared(tools: list[Any]) -> dict[str, Any]:
+    """Return the variables that K2's own tokenizers give a template for tools: sorted, and in TypeScript form.
+
+    Tools whose schemas have no such form are declared as JSON, as they do.
+    """
+    tools = sort_keys(tools)
+    try:
+        return {"tools": tools, DECLARATION: declare(tools)}
+    except ValueError:
+        return {"tools": tools}
 
 
 def _strings(value: Any) -> Iterator[str]:
