@@ -18,6 +18,7 @@ from draftwood.errors import ConfigError, DraftwoodError
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("draftwood.commands.generate", "write a continuation of a prompt to stdout"),
     "chat": ("draftwood.commands.chat", "talk with the model in the terminal"),
+    "serve": ("draftwood.server.serve", "serve the model over HTTP with OpenAI's API"),
     "check": ("draftwood.commands.check", "prove that trees and plain decoding give the same tokens"),
     "bench step": ("draftwood.bench.step", "accept length, stage times and tok/s by tree budget"),
     "plan": ("draftwood.commands.plan", "show the memory, pages and predicted step time"),

@@ -122,7 +122,7 @@ class LLM:
             each = list(params)
             if len(each) != len(many):
                 raise RequestError(f"{len(many)} prompts came with {len(each)} sampling parameters", "params")
-        return self._run([(self._encode(prompt, allow_special), p) for prompt, p in zip(many, each, strict=True)])
+        return self._run([(self.encode(prompt, allow_special), p) for prompt, p in zip(many, each, strict=True)])
 
     def chat(
         self, messages: Messages | Sequence[Messages], params: Params = None, tools: Any = None, **template: Any
@@ -143,7 +143,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: Params = None, allow_special: bool = False) -> Iterator[str | Completion]:
         """Yield the answer's text as it grows, then the Completion. Closing the iterator aborts the request."""
-        answer = self.start(self._encode(prompt, allow_special), params)
+        answer = self.start(self.encode(prompt, allow_special), params)
         try:
             while True:
                 if text := answer.take():
@@ -156,7 +156,8 @@ class LLM:
         finally:
             self.drop(answer)
 
-    def _encode(self, prompt: Any, allow_special: bool) -> list[int]:
+    def encode(self, prompt: Any, allow_special: bool = False) -> list[int]:
+        """Return a prompt, text or token ids, as token ids. Raises RequestError."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(f"{self.plan.model_path} has no tokenizer; give the prompt as token ids", "prompt")

@@ -1,0 +1,202 @@
+"""Between the routes and the engine: what a request's fields become, and what is refused before it is queued."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from draftwood.engine.request import SamplingParams
+from draftwood.errors import ConfigError, RequestError
+from draftwood.server.exchange import Exchange
+from draftwood.server.metrics import Metrics
+from draftwood.server.protocol import Asked, ChatRequest, CompletionRequest
+from draftwood.server.runner import Runner, Ticket, Update
+from draftwood.text.tools import AnswerStream, opens_reasoning
+
+if TYPE_CHECKING:
+    from draftwood.llm import LLM
+
+BYTES_PER_TOKEN = 16
+"""Of a request's body, generously: JSON escapes of three-byte characters, and the object around the text."""
+BASE_BYTES = 1 << 20
+DEFAULTS_FILE = "generation_config.json"
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a server was started."""
+
+    names: tuple[str, ...]
+    """What the model is called; answers carry the first name."""
+    api_keys: tuple[str, ...] = ()
+    max_queue: int = 256
+    """Requests that may wait beyond those that run."""
+    max_request_bytes: int | None = None
+    """None: what the context could hold, generously."""
+    keep_alive: float = 10.0
+    """Seconds of silence before a stream sends a comment."""
+    shutdown_timeout: float = 30.0
+    origins: tuple[str, ...] = ()
+    """Origins of web pages that may call."""
+
+
+class Service:
+    """One server: its settings, its engine's runner and its metrics."""
+
+    def __init__(self, settings: Settings, load: Callable[[], LLM]) -> None:
+        self.settings = settings
+        self.created = int(time.time())
+        self._defaults: dict[str, Any] = {}
+        """Sampling where a request says nothing: the checkpoint's generation_config.json, else OpenAI's temperature 1."""
+        self.runner = Runner(lambda: self._load(load), lambda llm: llm.plan.max_num_seqs + settings.max_queue)
+        self.metrics = Metrics(self.runner, settings.names[0])
+        # Tokenizing is the one slow thing before the queue. Two threads keep the event loop free of it.
+        self._workers = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+
+    def _load(self, load: Callable[[], LLM]) -> LLM:
+        llm = load()
+        try:
+            self._defaults = {"temperature": 1.0, **_stated(llm)}
+        except ConfigError:
+            llm.close()
+            raise
+        return llm
+
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes of a body."""
+        if self.settings.max_request_bytes is not None:
+            return self.settings.max_request_bytes
+        llm = self.runner.llm
+        return BASE_BYTES + (0 if llm is None else BYTES_PER_TOKEN * llm.plan.max_model_len)
+
+    async def work(self, call: Callable[[], Result]) -> Result:
+        """Run `call` beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, call)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise RequestError for a model that is not served."""
+        if name is not None and name not in self.settings.names:
+            raise RequestError(
+                f"the model {name[:80]!r} does not exist here; served: {', '.join(self.settings.names)}",
+                "model",
+                code="model_not_found",
+            )
+
+    async def chat(self, ask: ChatRequest, llm: LLM) -> tuple[Exchange, list[Ticket]]:
+        """Open the answers of a chat. Raises RequestError, Overloaded or HttpError before anything is queued."""
+        self._common(ask, ask.response_format)
+        tools = _tools(ask)
+        template = ask.template()
+
+        def prepare() -> tuple[list[int], SamplingParams]:
+            ids = llm.chat_ids(ask.rendered_messages(), tools, **template)
+            params = ask.sampling(self._defaults)
+            llm.check(ids, params)
+            return ids, params
+
+        with _named({"prompt": "messages", "max_tokens": _limit_name(ask)}):
+            ids, params = await self.work(prepare)
+        tokenizer = llm.tokenizer
+        assert tokenizer is not None, "a chat template comes with a tokenizer"
+        inside = opens_reasoning(ids, tokenizer)
+        readers = [AnswerStream(tokenizer, params.stop, inside, tools) for _ in range(ask.n or 1)]
+        return self._open([(ids, choice_params(params, i), reader) for i, reader in enumerate(readers)])
+
+    async def complete(self, ask: CompletionRequest, llm: LLM) -> tuple[Exchange, list[Ticket]]:
+        """Open the answers of a completion: `n` for each prompt, in order. Raises as `chat`."""
+        self._common(ask, ask.response_format)
+        prompts = ask.prompts()
+
+        def prepare() -> tuple[list[list[int]], SamplingParams]:
+            params = ask.sampling(self._defaults)
+            each = [llm.encode(prompt) for prompt in prompts]
+            for ids in each:
+                llm.check(ids, params)
+            return each, params
+
+        each, params = await self.work(prepare)
+        return self._open([(ids, choice_params(params, i), None) for ids in each for i in range(ask.n or 1)])
+
+    def _common(self, ask: Asked, response_format: Mapping[str, Any] | None) -> None:
+        self.check_model(ask.model)
+        self.metrics.saw_unknown(ask.unknown())
+        if response_format is not None and response_format != {"type": "text"}:
+            fault = "response_format other than text is not supported by this server"
+            raise RequestError(fault, "response_format", code="unsupported_parameter")
+
+    def _open(
+        self, asks: Sequence[tuple[list[int], SamplingParams, AnswerStream | None]]
+    ) -> tuple[Exchange, list[Ticket]]:
+        exchange = Exchange(self.runner, self._observe, self.metrics.left)
+        tickets = [Ticket(i, ids, params, exchange, reader) for i, (ids, params, reader) in enumerate(asks)]
+        exchange.open(tickets)
+        return exchange, tickets
+
+    def _observe(self, ticket: Ticket, update: Update) -> None:
+        self.metrics.observe(ticket, update)
+
+    def close(self) -> None:
+        """Let go of the threads."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+
+def choice_params(params: SamplingParams, index: int) -> SamplingParams:
+    """Return the parameters of choice `index`: its seed counts up from the request's, so the first is as without n."""
+    if params.seed is None:
+        return params.seeded()
+    low, span = -(1 << 63), 1 << 64
+    return replace(params, seed=(params.seed + index - low) % span + low) if index else params
+
+
+@contextlib.contextmanager
+def _named(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name the fields as the client knows them."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(str(error), names.get(error.param, error.param), error.code) from None
+
+
+def _limit_name(ask: ChatRequest) -> str:
+    return "max_tokens" if ask.max_completion_tokens is None else "max_completion_tokens"
+
+
+def _tools(ask: ChatRequest) -> list[Any] | None:
+    """Return the tools the model is told of: none where the choice is none. Raises RequestError for a malformed one."""
+    for i, tool in enumerate(ask.tools or ()):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or tool.get("type") != "function":
+            raise RequestError(
+                f'tools[{i}] is not {{"type": "function", "function": {{"name": ...}}}}', f"tools[{i}]"
+            )
+    choice = ask.tool_choice
+    if choice in (None, "auto"):
+        return ask.tools or None
+    if choice == "none":
+        return None
+    raise RequestError("tool_choice other than auto and none is not supported by this server", "tool_choice",
+                       code="unsupported_parameter")  # fmt: skip
+
+
+def _stated(llm: LLM) -> dict[str, Any]:
+    """Read what the checkpoint says of sampling. Raises ConfigError for a file that cannot be read or used."""
+    folder = llm.checkpoint.folder
+    path = None if folder is None else folder / DEFAULTS_FILE
+    if path is None or not path.exists():
+        return {}
+    try:
+        config = json.loads(path.read_bytes())
+        found = {name: config[name] for name in _DEFAULTS if config.get(name) is not None}
+        SamplingParams(**found)
+    except (OSError, ValueError, AttributeError, RequestError) as error:
+        raise ConfigError(f"{path} does not say how to sample: {error}") from None
+    return found
