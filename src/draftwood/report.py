@@ -53,8 +53,8 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
-def progress(total: int, label: str, unit: str) -> tqdm[Any]:
-    """Return a bar on stderr; call its `update(n)`, and close it."""
+def progress(total: int | None, label: str, unit: str) -> tqdm[Any]:
+    """Return a bar on stderr (a counter where the total is not known); call its `update(n)`, and close it."""
     seconds = 0.1 if sys.stderr.isatty() else _QUIET_SECONDS
     return tqdm(total=total, desc=label, unit=unit, file=sys.stderr, mininterval=seconds, dynamic_ncols=True, leave=False)
 

@@ -61,7 +61,8 @@ def main() -> int:
             (folder / "summary.json").write_text(json.dumps(results, indent=1))
             print(json.dumps(results[-1]), flush=True)
         if not asked.skip_cases:
-            command = [sys.executable, "-m", "draftwood.kernels.case", str(folder), kernel, "--seconds", str(asked.seconds - 20)]
+            command = [sys.executable, "-m", "draftwood", "bench", "kernels", kernel, "--seconds", str(asked.seconds - 20)]
+            command += ["--out", str(folder / "cases.jsonl")]
             status, output, seconds = _run(command, asked.seconds, log)
             results.append({"cases": {"kernel": kernel, "status": status, "seconds": round(seconds, 1), "end": output[-600:]}})
             (folder / "summary.json").write_text(json.dumps(results, indent=1))

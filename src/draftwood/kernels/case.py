@@ -1,16 +1,13 @@
 """Benchmark cases of the kernels, and how one is measured: correctness first, then time in a CUDA graph.
 
-Each kernel folder's `bench.py` has `cases() -> list[Case]`. `python -m draftwood.kernels.case FOLDER [KERNEL ...]` runs
-them unattended and writes one JSON line per case to FOLDER/cases.jsonl as soon as it is known.
+Each kernel folder's `bench.py` has `cases() -> list[Case]`; `draftwood bench kernels` runs them.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +17,9 @@ import torch
 
 from draftwood.errors import ConfigError, KernelBuildError
 from draftwood.kernels import check, jit
+
+REST = 0.1
+"""Seconds of rest before a case: under sustained load an H200's clock falls and times rise by 10 to 20 %."""
 
 
 @dataclass(frozen=True)
@@ -118,51 +118,37 @@ def _alive(device: torch.device) -> bool:
     return True
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run cases and write FOLDER/cases.jsonl; return 1 if a case failed to run, 0 otherwise."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="where cases.jsonl goes")
-    parser.add_argument("kernels", nargs="*", help="kernel names (default: all that have cases)")
-    parser.add_argument("--seconds", type=float, default=240, help="start no case after this long")
-    parser.add_argument("--only", default="", help="run cases whose label contains this")
-    asked = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("no CUDA device; cases are measured on one")
+def run_cases(kernels: list[str], device: torch.device, only: str = "", seconds: float = 1e9) -> Iterator[dict[str, Any]]:
+    """Yield the device's line, then one line per case whose label contains `only`, as soon as it is known.
+
+    A case that cannot run has a line with `failed`; after a device error nothing more runs, and the last line says so.
+    No case starts later than `seconds` after the call. Variants are compiled first, in threads.
+    """
     began = time.monotonic()
-    here = Path(__file__).parent
-    kernels = asked.kernels or [name for name in check.kernel_names() if (here / name / "bench.py").exists()]
-    device = torch.device("cuda", torch.cuda.current_device())
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    failed = False
-    with (asked.folder / "cases.jsonl").open("a", encoding="utf-8") as out:
-
-        def say(line: dict[str, Any]) -> None:
-            print(json.dumps(line), flush=True)
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-
-        arch = jit.arch_of(torch.cuda.get_device_capability(device))
-        built = compile_parallel(kernels, arch)
-        peak = read_peak(device)
-        say({"device": torch.cuda.get_device_name(device), "read_peak_gb_s": peak / 1e9, "variants": len(built),
-             "ready_s": time.monotonic() - began})  # fmt: skip
-        for kernel in kernels:
-            for case in importlib.import_module(f"draftwood.kernels.{kernel}.bench").cases():
-                if asked.only not in case.label:
-                    continue
-                if time.monotonic() - began > asked.seconds:
-                    say({"kernel": kernel, "case": case.label, "skipped": "out of time"})
-                    continue
-                try:
-                    say(measure(case, device, peak))
-                except (RuntimeError, ValueError, ConfigError, KernelBuildError) as error:
-                    failed = True
-                    say({"kernel": kernel, "case": case.label, "failed": str(error).splitlines()[0][:300]})
-                    if not _alive(device):
-                        say({"kernel": kernel, "failed": "the device is lost to this process; nothing more runs"})
-                        return 1
-    return int(failed)
+    built = compile_parallel(kernels, jit.arch_of(torch.cuda.get_device_capability(device)))
+    peak = read_peak(device)
+    yield {
+        "device": torch.cuda.get_device_name(device), "read_peak_gb_s": peak / 1e9, "variants": len(built),
+        "ready_s": time.monotonic() - began,
+    }  # fmt: skip
+    for kernel in kernels:
+        for case in importlib.import_module(f"draftwood.kernels.{kernel}.bench").cases():
+            if only not in case.label:
+                continue
+            if time.monotonic() - began > seconds:
+                yield {"kernel": kernel, "case": case.label, "skipped": "out of time"}
+                continue
+            time.sleep(REST)
+            try:
+                line = measure(case, device, peak)
+            except (RuntimeError, ValueError, ConfigError, KernelBuildError) as error:
+                line = {"kernel": kernel, "case": case.label, "failed": str(error).splitlines()[0][:300]}
+            yield line
+            if "failed" in line and not _alive(device):
+                yield {"kernel": kernel, "failed": "the device is lost to this process; nothing more runs"}
+                return
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def names_with_cases() -> list[str]:
+    """Return the kernels that have benchmark cases, sorted."""
+    return [name for name in check.kernel_names() if (Path(__file__).parent / name / "bench.py").exists()]
