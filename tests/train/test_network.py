@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from draftwood.errors import ConfigError
 from draftwood.model.int4 import unpack_int4
 from draftwood.model.tensors import Files
+from draftwood.nano import path
 from draftwood.train import export
 from draftwood.train.generate import Decoder, Fixed, keyed_gumbel, loop_start
-from draftwood.train.network import DrafterNet, TargetNet
+from draftwood.train.network import DrafterNet, TargetNet, distil, weighted
 from draftwood.train.shapes import NANO, NANO_DRAFT, SMOKE, SMOKE_DRAFT, DraftShape, Shape
 
 CPU = torch.device("cpu")
@@ -193,3 +195,39 @@ def test_a_checkpoint_with_a_missing_or_wrong_tensor_is_refused_in_one_line(tmp_
     next(tmp_path.glob("model-*.safetensors")).unlink()
     with pytest.raises(ConfigError, match="missing"):
         export.load_target(tmp_path, SMOKE.taps, CPU, torch.float32)
+
+
+def test_the_loss_leaves_out_what_a_chain_never_reaches() -> None:
+    losses, weight = torch.tensor([1.0, 2.0, 4.0, 1.0, 2.0, 4.0]), torch.tensor([1.0, 0.5, 0.25]).repeat(2)
+    sure, lost = torch.ones(6), torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    plain = float((losses * weight).sum() / weight.sum())
+    assert float(weighted(losses, lost, weight, 3, share=0.0)) == pytest.approx(plain)
+    assert float(weighted(losses, sure, weight, 3, share=1.0)) == pytest.approx(plain)
+    # the first block ends at its first position: one loss of it counts, and all three of the second block
+    assert float(weighted(losses, lost, weight, 3, share=1.0)) == pytest.approx((1 + 1 + 1 + 1) / (1 + 1.75))
+    half = (1 + 0.5 * 1 + 0.5 * 1 + 1 + 1 + 1) / (1 + 0.25 + 0.125 + 1.75)
+    assert float(weighted(losses, lost, weight, 3, share=0.5)) == pytest.approx(half)
+
+
+def test_the_loss_is_least_where_both_distributions_agree() -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(5, 8), torch.randn(20, 8)
+    sharp = torch.tensor([1.0, 2.0, 6.0, 1.0, 1.0])
+    same, agreement = distil(hidden * sharp[:, None], hidden, head, sharp)
+    p = torch.softmax(F.linear(hidden, head) * sharp[:, None], -1)
+    assert torch.allclose(same, -(p * p.log()).sum(-1), atol=1e-4) and torch.allclose(agreement, torch.ones(5), atol=1e-5)
+    other, less = distil(torch.randn(5, 8), hidden, head, sharp)
+    assert bool((other > same).all()) and bool((less < 1).all())
+
+
+def test_the_bundled_pair_read_for_training_is_written_back_byte_for_byte(tmp_path: Path) -> None:
+    bundled = path()
+    net = export.read_target(bundled, NANO.taps)
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in net.parameters())
+    export.save_target(net, tmp_path, bundled)
+    drafter = export.read_drafter(bundled / "draft", net.shape)
+    export.save_drafter(drafter, tmp_path / "draft")
+    for name in ("config.json", "draft/config.json", "draft/model.safetensors", "model.safetensors.index.json", "tiktoken.model"):
+        assert (bundled / name).read_bytes() == (tmp_path / name).read_bytes(), name
+    for shard in bundled.glob("model-*.safetensors"):
+        assert shard.read_bytes() == (tmp_path / shard.name).read_bytes(), shard.name

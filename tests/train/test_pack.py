@@ -95,6 +95,27 @@ def test_packed_files_hold_what_went_in(tmp_path: Path, capsys: pytest.CaptureFi
     )
 
 
+def test_shards_hold_every_document_once(tmp_path: Path) -> None:
+    text = str(folder(tmp_path))
+    pack.run(arguments("--text", text, "--out", str(tmp_path / "one")))
+    again = ["--tokenizer", str(tmp_path / "one" / "tiktoken.model")]
+    pack.run(arguments("--text", text, "--out", str(tmp_path / "two"), "--shards", "2", *again))
+    assert not (tmp_path / "two" / "corpus.bin").exists()
+    parts = []
+    for shard in range(2):
+        ids = np.concatenate(list(token_chunks(tmp_path / "two" / f"corpus-{shard}.bin.xz")))
+        ends = np.flatnonzero(ids == VOCAB - pack.SPECIALS + 1) + 1
+        assert ends[-1] == len(ids)  # whole documents
+        parts += [part.tobytes() for part in np.split(ids, ends[:-1])]
+    whole = np.fromfile(tmp_path / "one" / "corpus.bin", dtype="<u2")
+    cuts = np.flatnonzero(whole == VOCAB - pack.SPECIALS + 1)[:-1] + 1
+    assert sorted(parts) == sorted(part.tobytes() for part in np.split(whole, cuts))
+    for name in ("tiktoken.model", "held.bin", "pairs.bin"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    with pytest.raises(ConfigError, match="--shards"):
+        pack.run(arguments("--text", text, "--out", str(tmp_path / "three"), "--shards", "0"))
+
+
 def test_the_limit_and_a_given_tokenizer(tmp_path: Path) -> None:
     text = str(folder(tmp_path))
     pack.run(arguments("--text", text, "--out", str(tmp_path / "a")))

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from draftwood.cli import main
+from draftwood.errors import ConfigError
 from draftwood.train import data, piece
 from draftwood.train.capture import Captured, Writer
+from draftwood.train.optim import continued
 from draftwood.train.shapes import SMOKE
 from draftwood.train.target import split
 
@@ -90,6 +92,42 @@ def test_a_resumed_drafter_is_bitwise_the_uninterrupted_one(folder: Path, pair: 
     same_tensors(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_a_run_from_a_checkpoint_begins_with_exactly_its_weights(folder: Path, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    assert target(folder, tmp_path / "t", "--init", str(pair[0]), "--total-steps", "4", "--steps", "0") == 0
+    for path in pair[0].glob("model*"):
+        assert path.read_bytes() == (tmp_path / "t" / path.name).read_bytes(), path.name
+    assert drafter(folder, pair, tmp_path / "d", "--total-steps", "4", "--steps", "2") == 0
+    assert drafter(folder, pair, tmp_path / "e", "--init", str(tmp_path / "d"), "--total-steps", "4", "--steps", "0") == 0
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "d" / name).read_bytes() == (tmp_path / "e" / name).read_bytes()
+
+
+def test_a_run_from_a_checkpoint_resumes_bitwise(folder: Path, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    begin = ["--init", str(pair[0]), "--lr-share", "0.5", "--total-steps", "6"]
+    assert target(folder, tmp_path / "whole", *begin) == 0
+    assert target(folder, tmp_path / "parts", *begin, "--steps", "3") == 0
+    assert target(folder, tmp_path / "parts", "--total-steps", "6", "--resume") == 0
+    same_tensors(tmp_path / "whole", tmp_path / "parts")
+    log = json.loads((tmp_path / "whole" / "training.log.json").read_text())
+    assert log["history"][0][2] < 5.0  # far below ln(256): the first step already has trained weights
+
+
+def test_a_continued_run_begins_low_and_ends_at_two_percent() -> None:
+    assert continued(0.0, 0, 0.4) == pytest.approx(0.4 / 30)
+    assert continued(0.0, 99, 0.4) == pytest.approx(0.4)
+    assert continued(0.5, 999, 0.4) == pytest.approx(0.21)
+    assert continued(1.0, 999, 0.4) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("words", [["--lr-share", "0"], ["--lr-share", "1.5"], ["--resume"]])
+def test_a_checkpoint_to_begin_with_is_checked(
+    folder: Path, pair: tuple[Path, Path], tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert target(folder, tmp_path, "--init", str(pair[0]), "--total-steps", "1", *words) == 2
+    assert "--init" in capsys.readouterr().err
+    assert target(folder, tmp_path, "--init", str(tmp_path / "none"), "--total-steps", "1") == 2
+
+
 def test_the_schedule_of_pieces_in_seconds_goes_on_where_it_stopped(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +185,28 @@ def test_every_batch_has_the_share_of_pairs_and_they_begin_at_a_pair(folder: Pat
         stream = tokens.corpus.tolist()
         for row in begins.tolist():
             assert any(stream[d : d + 65] == row for d in tokens.documents.tolist()) or stream[-65:] == row
+
+
+def test_shards_are_one_corpus_wherever_they_lie(folder: Path, tmp_path: Path) -> None:
+    whole = data.load_tokens(folder, SMOKE, CPU)
+    cut = int(whole.documents[100])
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in folder.glob("pairs*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    stream = whole.corpus.numpy().astype("<u2")
+    stream[:cut].tofile(tmp_path / "corpus-0.bin")
+    stream[cut:].tofile(other / "corpus-1.bin")
+    first = data.load_tokens(tmp_path, SMOKE, CPU)
+    assert torch.equal(first.corpus, whole.corpus[:cut]) and torch.equal(first.documents, whole.documents[:100])
+    both = data.load_tokens(tmp_path, SMOKE, CPU, corpus=[tmp_path / "corpus-0.bin", other / "corpus-1.bin"])
+    assert torch.equal(both.corpus, whole.corpus) and torch.equal(both.documents, whole.documents)
+    (other / "corpus-1.bin").rename(tmp_path / "corpus-1.bin")
+    assert torch.equal(data.load_tokens(tmp_path, SMOKE, CPU).corpus, whole.corpus)
+    some = data.load_tokens(tmp_path, SMOKE, CPU, limit=2000)
+    assert torch.equal(some.corpus, torch.cat([whole.corpus[:1000], whole.corpus[cut : cut + 1000]]))
+    with pytest.raises(ConfigError, match="corpus-9"):
+        data.load_tokens(tmp_path, SMOKE, CPU, corpus=[tmp_path / "corpus-9.bin"])
 
 
 def test_steps_of_every_length_have_the_same_number_of_tokens() -> None:

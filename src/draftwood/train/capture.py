@@ -26,7 +26,8 @@ from draftwood.train.piece import device_of, say
 from draftwood.train.shapes import NANO, SMOKE, Shape
 
 FILE = "captured.safetensors"
-TEMPERATURES = (0.0, 0.6, 1.0, 0.0, 0.3, 0.0, 0.6, 1.0, 0.0, 0.6, 0.0, 1.0, 0.0, 0.3, 0.6, 1.0)
+#: Of the rows, in turn: more than half are greedy.
+TEMPERATURES = (0.0, 0.6, 0.0, 1.0, 0.0, 0.0, 0.3, 0.0, 0.6, 0.0, 1.0, 0.0, 0.0, 0.6, 0.0, 1.0)
 PERIOD = 64  # longest repetition that counts as a loop
 
 
@@ -137,6 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=int, default=384, help="most sampled tokens per segment")
     parser.add_argument("--longest-prompt", type=int, default=256)
     parser.add_argument("--chat-share", type=float, default=0.6)
+    parser.add_argument("--corpus", type=Path, nargs="+", metavar="FILE", help="corpus token files (default: DATA's)")
     parser.add_argument("--data-tokens", type=int, default=24_000_000, help="tokens of each stream to take prompts from")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1)
@@ -150,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     net = export.load_target(args.model, taps, device, dtype)
     if args.length > net.shape.max_position:
         raise ConfigError(f"--length {args.length} exceeds the model's {net.shape.max_position} positions; lower it")
-    tokens = load_tokens(args.data, net.shape, device, limit=args.data_tokens)
+    tokens = load_tokens(args.data, net.shape, device, limit=args.data_tokens, corpus=args.corpus)
     if min(len(tokens.corpus), len(tokens.pairs)) <= args.longest_prompt + 2:
         raise ConfigError(f"{args.data} holds less text than one prompt of {args.longest_prompt} tokens; give more")
     writer = Writer(tokens, net.shape, args.rows, args.length, args.chat_share, args.longest_prompt, args.new)

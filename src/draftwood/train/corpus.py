@@ -2,7 +2,8 @@
 
 Reads wheels and sdists, the interpreter's own library and folders of documentation; refuses every package whose
 metadata does not grant a permissive licence; strips licence headers; drops generated and duplicate files. Held-out
-packages are read first, so a file that two packages share belongs to the held-out side and never to training.
+packages are read first, so what two packages share belongs to the held-out side and never to training. Beside whole
+files, training gets definitions as documents of their own, and the project's own functions (`train.documents`).
 
 Nothing is downloaded here: `pip download --no-deps -d FOLDER NAME ...` fills a folder of packages, and `packages.json`
 in the output names each one's version, so the same folder can be made again.
@@ -11,6 +12,7 @@ in the output names each one's version, so the same folder can be made again.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import random
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwood.errors import ConfigError
+from draftwood.train import documents
 from draftwood.train.files import report, write_lines
 
 HELD_OUT = ("networkx", "flask", "celery", "requests", "tornado", "rich", "sanic", "xarray", "mkdocs")
@@ -176,9 +179,11 @@ def _decoded(files: list[tuple[str, bytes]]) -> list[tuple[str, str]]:
     return kept
 
 
-def _job(source: Path | tuple[str, Path, str]) -> Package:
+def _job(source: Path | tuple[str, Path, str], held: frozenset[str]) -> Package:
     """What one worker does: read a package and shuffle its files, so that a cap keeps a fair sample; tests go last."""
     package = read_archive(source) if isinstance(source, Path) else read_tree(*source)
+    if package.name not in held:
+        package.files = [file for file in package.files if documents.wanted(package.name, *file)]
     random.Random(package.name).shuffle(package.files)
     package.files.sort(key=lambda file: bool(TESTS.search(file[0])))
     return package
@@ -207,6 +212,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tree", action="append", default=[], metavar="NAME=FOLDER=LICENCE", help="add a folder")
     parser.add_argument("--held-out", default=",".join(HELD_OUT), metavar="NAMES", help="never in training")
     parser.add_argument("--cap", type=float, default=6e6, help="most characters of one package in the corpus")
+    parser.add_argument("--held-cap", type=float, default=1.6e6, help="most characters of one held-out package")
+    parser.add_argument("--definitions-cap", type=float, default=4e5, help="most characters of one package's definitions")
     parser.add_argument("--cap-for", action="append", default=[], metavar="NAME=CHARS", help="another cap for one")
     parser.add_argument("--pairs-cap", type=float, default=3e6, help="most characters of one package's pairs")
     parser.add_argument("--processes", type=int, default=2)
@@ -251,8 +258,11 @@ def collect(args: argparse.Namespace) -> tuple[dict[str, list[dict]], list[dict]
     sources = _sources(args, held)
     # fork server: the parent may hold threads of other libraries
     with get_context("forkserver").Pool(args.processes) as pool:
-        rows, table, work = _read(pool, sources, held, int(args.cap), _caps(args.cap_for))
+        caps = _caps(args.cap_for) | dict.fromkeys(held, int(args.held_cap))
+        rows, table, work = _read(pool, sources, held, int(args.cap), caps)
         rows |= _pairs(pool, work, int(args.pairs_cap))
+        rows["train"] += _definitions(pool, work, int(args.definitions_cap))
+    rows["train"] += list(documents.classic_documents())
     rows["pairs"] += list(pairs.classic_pairs()) * CLASSIC_REPEAT
     return rows, table
 
@@ -264,12 +274,15 @@ def _read(pool: Any, sources: list, held: set[str], cap: int, caps: dict[str, in
     rows: dict[str, list[dict]] = {"train": [], "held": []}
     seen: set[bytes] = set()
     table, work = [], []
-    for package in tqdm(pool.imap(_job, sources), total=len(sources), desc="read", unit="pkg"):  # in order: held-out first
+    job = functools.partial(_job, held=frozenset(held))
+    for package in tqdm(pool.imap(job, sources), total=len(sources), desc="read", unit="pkg"):  # in order: held-out first
         if not permitted(package.licence):
             table.append({"name": package.name, "version": package.version, "refused": package.licence or "none"})
             continue
         side = "held" if package.name in held else "train"
         kept, rest = take(package, seen, caps.get(package.name, cap))
+        if side == "train":
+            kept, rest = ([(name, documents.strip_marks(text)) for name, text in part] for part in (kept, rest))
         rows[side] += [{"package": package.name, "text": text} for _, text in kept]
         table.append(_entry(package, side, kept))
         work.append((table[-1], kept + rest))
@@ -298,6 +311,28 @@ def _pairs(pool: Any, work: list, cap: int) -> dict[str, list[dict]]:
     return rows
 
 
+def _definitions(pool: Any, work: list, cap: int) -> list[dict]:
+    """Documents of definitions for training, each code once over all packages and none that a held-out package holds.
+
+    Files that the corpus has no room for come first: what they hold is seen nowhere else.
+    """
+    from tqdm import tqdm
+
+    rows: list[dict] = []
+    seen: set[bytes] = set()
+    jobs = [(e["name"], files[e["files"] :] + files[: e["files"]], 10**9 if e["split"] == "held" else cap) for e, files in work]
+    found = tqdm(pool.imap(documents.extract_job, jobs), total=len(jobs), desc="definitions", unit="pkg")
+    for (entry, _), made in zip(work, found, strict=True):  # held-out packages first
+        before = len(rows)
+        for row in made:
+            marks = row.pop("marks")
+            if entry["split"] == "train" and seen.isdisjoint(marks):
+                rows.append(row)
+            seen.update(marks)
+        entry["definitions"] = len(rows) - before
+    return rows
+
+
 def _entry(package: Package, side: str, kept: list[tuple[str, str]]) -> dict:
     return {
         "name": package.name,
@@ -317,6 +352,7 @@ def run(args: argparse.Namespace) -> int:
     refused = [entry["name"] for entry in table if "refused" in entry]
     facts = {"packages": len(table) - len(refused), "refused": refused, **counts}
     facts["characters"] = sum(entry["characters"] for entry in table if entry.get("split") == "train")
+    facts["definitions"] = sum(entry.get("definitions", 0) for entry in table)
     facts["held_characters"] = sum(entry["characters"] for entry in table if entry.get("split") == "held")
     report([(name, value) for name, value in facts.items() if name != "refused"], facts)
     return 0

@@ -2,7 +2,8 @@
 
 A data folder holds `NAME.bin` or `NAME.bin.xz` (uint16 little endian) for corpus, pairs, held and held_pairs, and
 `pairs.idx.npy` / `held_pairs.idx.npy` (or .xz), uint32 [n, 2]: start of each pair and start of its answer. Corpus
-documents end with [EOS], pairs with <|im_end|>.
+documents end with [EOS], pairs with <|im_end|>. A large corpus may be cut into shards, corpus-0.bin and on, each with
+whole documents; any of them alone, or all, will do.
 """
 
 from __future__ import annotations
@@ -20,36 +21,54 @@ import torch
 from torch import Tensor
 
 from draftwood.errors import ConfigError
+from draftwood.train.files import SHARDS
 from draftwood.train.shapes import Shape
 
 
 def read_bytes(folder: Path, name: str, limit: int | None = None) -> bytes:
     """Bytes of folder/name or of folder/name.xz, at most `limit`. ConfigError when missing or damaged."""
     plain, packed = folder / name, folder / f"{name}.xz"
-    try:
-        if plain.is_file():
-            with plain.open("rb") as stream:
-                return stream.read(-1 if limit is None else limit)
-        if packed.is_file():
-            with lzma.open(packed, "rb") as stream:
-                return stream.read(-1 if limit is None else limit)
-    except (lzma.LZMAError, EOFError) as error:
-        raise ConfigError(f"{packed} is not a complete xz file ({error}); copy or make it again") from None
-    except OSError as error:
-        raise ConfigError(f"{plain} cannot be read ({error.strerror}); check the file's rights") from None
+    for path in (plain, packed):
+        if path.is_file():
+            return read_file(path, limit)
     raise ConfigError(f"{plain} (or .xz) does not exist; give --data a folder made by `draftwood train pack`")
 
 
-def read_tokens(folder: Path, name: str, vocab: int, limit: int | None = None) -> np.ndarray:
-    """uint16 token ids of folder/name.bin[.xz], at most `limit` of them; every id must be below `vocab`."""
-    raw = read_bytes(folder, f"{name}.bin", None if limit is None else limit * 2)
+def read_file(path: Path, limit: int | None = None) -> bytes:
+    """Bytes of a file, unpacked when it is .xz, at most `limit`. ConfigError when damaged or unreadable."""
+    try:
+        with lzma.open(path, "rb") if path.suffix == ".xz" else path.open("rb") as stream:
+            return stream.read(-1 if limit is None else limit)
+    except (lzma.LZMAError, EOFError) as error:
+        raise ConfigError(f"{path} is not a complete xz file ({error}); copy or make it again") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); check its name and rights") from None
+
+
+def token_ids(raw: bytes, name: object, vocab: int) -> np.ndarray:
+    """uint16 ids of a token file's bytes; every id must be below `vocab`."""
     if len(raw) % 2 or not raw:
-        raise ConfigError(f"{folder}/{name}.bin holds {len(raw)} bytes, not a positive even number; make it again")
+        raise ConfigError(f"{name} holds {len(raw)} bytes, not a positive even number; make it again")
     ids = np.frombuffer(raw, dtype="<u2")
     top = int(ids.max())
     if top >= vocab:
-        raise ConfigError(f"{folder}/{name}.bin holds token {top}, the vocabulary ends at {vocab - 1}; use its own tokenizer")
+        raise ConfigError(f"{name} holds token {top}, the vocabulary ends at {vocab - 1}; use its own tokenizer")
     return ids
+
+
+def read_tokens(folder: Path, name: str, vocab: int, limit: int | None = None) -> np.ndarray:
+    """uint16 token ids of folder/name.bin[.xz], at most `limit` of them."""
+    return token_ids(read_bytes(folder, f"{name}.bin", None if limit is None else limit * 2), f"{folder}/{name}.bin", vocab)
+
+
+def corpus_files(folder: Path) -> list[Path]:
+    """corpus.bin[.xz] of a data folder, or those of its shards corpus-0, corpus-1, ... that are there."""
+    names = ["corpus", *(f"corpus-{i}" for i in range(SHARDS))]
+    paths = [next((p for p in (folder / f"{n}.bin", folder / f"{n}.bin.xz") if p.is_file()), None) for n in names]
+    found = [path for path in paths if path is not None]
+    if not found:
+        raise ConfigError(f"{folder} holds no corpus.bin or corpus-0.bin (or .xz); give --data a folder of `draftwood train pack`")
+    return found[:1] if paths[0] else found
 
 
 def read_index(folder: Path, name: str, tokens: int) -> np.ndarray:
@@ -77,19 +96,30 @@ class Tokens:
     index: Tensor  # [p, 2] long: start and answer start of each pair
 
 
-def load_tokens(folder: Path, shape: Shape, device: torch.device, held: bool = False, limit: int | None = None) -> Tokens:
-    """Read the training (or held-out) streams, side by side; `limit` tokens of each at most."""
+def load_tokens(
+    folder: Path, shape: Shape, device: torch.device, held: bool = False, limit: int | None = None, corpus: list[Path] | None = None
+) -> Tokens:
+    """Read the training (or held-out) streams, all files side by side; `limit` tokens of each stream at most.
+
+    The corpus is the files `corpus`, or what `corpus_files` finds in the folder: an equal share of `limit` from each.
+    """
     names = ("held", "held_pairs") if held else ("corpus", "pairs")
-    with ThreadPoolExecutor(2) as pool:
-        corpus, pairs = pool.map(lambda n: read_tokens(folder, n, shape.vocab, limit), names)
+    files = [] if held else corpus or corpus_files(folder)
+    share = None if limit is None else -(-limit // max(1, len(files)))
+    with ThreadPoolExecutor() as pool:
+        parts = [pool.submit(read_file, path, None if share is None else share * 2) for path in files]
+        text = [pool.submit(read_tokens, folder, name, shape.vocab, limit) for name in (names if held else names[1:])]
+        streams = [token_ids(part.result(), path, shape.vocab) for path, part in zip(files, parts, strict=True)]
+        *first, pairs = (part.result() for part in text)
+    stream = np.concatenate([*streams, *first])
     index = read_index(folder, names[1], len(pairs))
-    ends = np.flatnonzero(corpus == shape.eos) + 1
-    documents = np.concatenate([[0], ends[ends < len(corpus)]])
+    ends = np.flatnonzero(stream == shape.eos) + 1
+    documents = np.concatenate([[0], ends[ends < len(stream)]])
 
     def put(a: np.ndarray, kind: type) -> Tensor:
         return torch.from_numpy(a.astype(kind)).to(device)
 
-    return Tokens(put(corpus, np.int32), put(pairs, np.int32), put(documents, np.int64), put(index, np.int64))
+    return Tokens(put(stream, np.int32), put(pairs, np.int32), put(documents, np.int64), put(index, np.int64))
 
 
 def windows(stream: Tensor, starts: Tensor, length: int) -> Tensor:

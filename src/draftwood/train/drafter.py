@@ -2,7 +2,8 @@
 
 The target runs once over all rows; its tapped features and final hidden states stay in device memory (the pool), so
 that a training step is the drafter alone. Rows: the target's own text from `train capture`, and an eighth from the data.
-Loss: soft cross-entropy to the target's distribution, sharpened as the row was sampled, decaying with depth.
+Loss: soft cross-entropy to the target's distribution, sharpened as the row was sampled, decaying with depth; half of a
+depth's weight falls with the chance that a chain gets there (`network.weighted`).
 Steps alternate between blocks of 8 and 16; the past of a block is a random stretch of its row (a draft window).
 """
 
@@ -21,8 +22,8 @@ from draftwood.train import export, piece
 from draftwood.train.capture import Captured
 from draftwood.train.data import Mixture, load_tokens
 from draftwood.train.files import report
-from draftwood.train.network import DrafterNet, TargetNet, distil
-from draftwood.train.optim import Optimiser, rate
+from draftwood.train.network import DrafterNet, TargetNet, distil, weighted
+from draftwood.train.optim import Optimiser
 from draftwood.train.piece import Piece, device_of, say
 from draftwood.train.shapes import NANO, NANO_DRAFT, SMOKE, SMOKE_DRAFT
 
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pool-gb", type=float, default=70.0, help="most device memory for the pool")
     parser.add_argument("--muon-lr", type=float, default=3e-3)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
+    parser.add_argument("--corpus", type=Path, nargs="+", metavar="FILE", help="corpus token files (default: DATA's)")
     parser.add_argument("--data-tokens", type=int, default=24_000_000, help="tokens of each stream to take rows from")
 
 
@@ -134,10 +136,11 @@ def train(drafter: DrafterNet, net: TargetNet, pool: Pool, optimiser: Optimiser,
         drafter.compile_parts()
         loss_of = torch.compile(distil, dynamic=False)
     while run_.running():
-        factor = rate(run_.progress, run_.step)
+        factor = run_.factor
         d = draw(pool, run_.step, args, run_.generator)
         hidden, sharpness, weight = targets(pool, d)
-        loss = loss_of(drafted(drafter, net.embed, pool, d), hidden, net.head, sharpness, weight)
+        losses, agreement = loss_of(drafted(drafter, net.embed, pool, d), hidden, net.head, sharpness)
+        loss = weighted(losses, agreement, weight, d.width - 1)
         loss.backward()
         optimiser.step(factor)
         optimiser.zero()
@@ -158,7 +161,7 @@ def check(args: argparse.Namespace, length: int) -> None:
 def load_pool(net: TargetNet, args: argparse.Namespace, captured: Captured, dtype: torch.dtype) -> Pool:
     """The captured rows and a share of data rows (half pairs, half corpus), seen by the target."""
     device, length = net.embed.device, captured.ids.shape[1]
-    tokens = load_tokens(args.data, net.shape, device, limit=args.data_tokens)
+    tokens = load_tokens(args.data, net.shape, device, limit=args.data_tokens, corpus=args.corpus)
     mixture = Mixture(tokens, 0.5, 0.5, torch.Generator(device=device).manual_seed(args.seed + 1))
     mixture.check(length)
     limit = args.pool_gb * 1e9
@@ -178,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
     check(args, captured.ids.shape[1])
     pool = load_pool(net, args, captured, dtype)
     say(f"pool: {len(pool.ids):,} rows x {pool.ids.shape[1]}, {(pool.taps.nbytes + pool.hidden.nbytes) / 1e9:.1f} GB")
-    drafter = DrafterNet(net.shape, draft).to(device)
+    drafter = (export.read_drafter(args.init, net.shape) if args.init else DrafterNet(net.shape, draft)).to(device)
     optimiser = Optimiser(drafter, (), args.muon_lr, args.adam_lr)
     generator = torch.Generator(device=device).manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)

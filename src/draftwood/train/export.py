@@ -248,8 +248,8 @@ def read_shape(folder: Path, taps: tuple[int, ...]) -> Shape:
 
 
 @torch.no_grad()
-def load_target(folder: Path, taps: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> TargetNet:
-    """The stored target as a baked TargetNet. ConfigError for anything missing or of another shape."""
+def read_target(folder: Path, taps: tuple[int, ...]) -> TargetNet:
+    """The stored target as fp32 weights to train on from. ConfigError for anything missing or of another shape."""
     files = Files(folder)
     net = TargetNet(read_shape(folder, taps))
     for name, p in [*plain_tensors(net), *selection_biases(net)]:
@@ -259,12 +259,17 @@ def load_target(folder: Path, taps: tuple[int, ...], device: torch.device, dtype
         need(files, f"{name}.weight_scale", (matrix.shape[0], matrix.shape[1] // GROUP))
         packed, scale = files.read(f"{name}.weight_packed"), files.read(f"{name}.weight_scale")
         matrix.copy_(unpack_int4(packed, scale, torch.float32))
-    return net.to(device).bake(dtype)
+    return net
+
+
+def load_target(folder: Path, taps: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> TargetNet:
+    """The stored target as a baked TargetNet. ConfigError for anything missing or of another shape."""
+    return read_target(folder, taps).to(device).bake(dtype)
 
 
 @torch.no_grad()
-def load_drafter(folder: Path, shape: Shape, device: torch.device) -> DrafterNet:
-    """The stored drafter, frozen, with the target's shape around it."""
+def read_drafter(folder: Path, shape: Shape) -> DrafterNet:
+    """The stored drafter as weights to train on from, with the target's shape around it."""
     c = read_drafter_config(folder)
     if c.amplitude != 1.0 or c.hidden_size != shape.hidden or c.taps != shape.taps:
         raise ConfigError(f"{folder}: the drafter does not belong to this target (hidden {c.hidden_size}, taps {c.taps})")
@@ -272,7 +277,12 @@ def load_drafter(folder: Path, shape: Shape, device: torch.device) -> DrafterNet
     net, files = DrafterNet(shape, draft), Files(folder)
     for name, p in drafter_tensors(net):
         copy(p, files, name)
-    return net.to(device).bake()
+    return net
+
+
+def load_drafter(folder: Path, shape: Shape, device: torch.device) -> DrafterNet:
+    """The stored drafter, frozen, with the target's shape around it."""
+    return read_drafter(folder, shape).to(device).bake()
 
 
 def need(files: Files, name: str, size: tuple[int, ...]) -> None:

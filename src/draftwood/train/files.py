@@ -13,6 +13,7 @@ from draftwood.errors import ConfigError
 #: Token ids repeat in pairs of bytes, hence lp = pb = 1; the dictionary spans a whole file of 45 M ids.
 XZ_DICT = 96 << 20
 CHUNK = 4_000_000
+SHARDS = 100  # most files that a corpus is cut into
 
 
 def xz_filters() -> list[dict[str, int]]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from draftwood.train.shapes import GROUP, DraftShape, Shape
 
+REACH = 0.5  # share of a draft position's weight that counts only as far as the positions before it are right
 
 # ---------------------------------------------------------------- parts
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -415,12 +416,25 @@ def block_mask(anchors: Tensor, start: Tensor, length: int, width: int) -> Tenso
     return torch.cat([past, same], -1)[:, None]
 
 
-def distil(draft: Tensor, target: Tensor, head: Tensor, sharpness: Tensor, weight: Tensor) -> Tensor:
+def distil(draft: Tensor, target: Tensor, head: Tensor, sharpness: Tensor) -> tuple[Tensor, Tensor]:
     """Soft cross-entropy of the drafter against the target's distribution, sharpened per position.
 
-    draft, target: final hidden states [T, hidden]; sharpness, weight [T]. Weighted mean in nats.
+    draft, target: final hidden states [T, hidden]; sharpness [T]. Returns nats [T], and the mass that both distributions
+    share [T] (no gradient): the chance that a draft sampled there is accepted.
     """
     head = head.to(draft.dtype)
     p = torch.softmax(F.linear(target, head).float() * sharpness[:, None], -1)
     log_q = torch.log_softmax(F.linear(draft, head).float(), -1)
-    return -((p * log_q).sum(-1) * weight).sum() / weight.sum().clamp_min(1e-6)
+    return -(p * log_q).sum(-1), torch.minimum(p, log_q.detach().exp()).sum(-1)
+
+
+def weighted(losses: Tensor, agreement: Tensor, weight: Tensor, depth: int, share: float = REACH) -> Tensor:
+    """Weighted mean of `losses` [T] of blocks of `depth` positions, T = blocks * depth, in nats.
+
+    `share` of each position's weight is scaled by the chance that a chain reaches it: the product of the agreement of the
+    positions before it in its block. What stands behind a draft that is refused is never used.
+    """
+    reach = agreement.detach().view(-1, depth).cumprod(-1)
+    reach = torch.cat([torch.ones_like(reach[:, :1]), reach[:, :-1]], -1).flatten()
+    weight = weight * (1 - share + share * reach)
+    return (losses * weight).sum() / weight.sum().clamp_min(1e-6)

@@ -29,6 +29,14 @@ def rate(progress: float, step: int, warmup: int = 100, hold: float = 0.4, floor
     return min(1.0, (step + 1) / warmup) * decay
 
 
+def continued(progress: float, step: int, share: float, warmup: int = 30, floor: float = 0.02) -> float:
+    """Factor on the learning rate of a run that starts from trained weights: linear from `share` to `floor`.
+
+    The warm-up is short: it only bridges the steps in which the optimiser's moments are still those of few gradients.
+    """
+    return min(1.0, (step + 1) / warmup) * (share + (min(floor, share) - share) * progress)
+
+
 class Optimiser:
     """Muon on parameters with two or more dimensions, AdamW on vectors and on those named in `adam`."""
 

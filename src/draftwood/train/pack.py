@@ -3,7 +3,8 @@
 The tokenizer is byte-level BPE with K2's exact split pattern: ids 0 .. V-257 are merge ranks, the last 256 are special
 tokens with K2's names at K2's offsets. Token files are uint16, little endian:
 
-- `corpus.bin`, `held.bin`: shuffled documents, [EOS] after every one;
+- `corpus.bin`, `held.bin`: shuffled documents, [EOS] after every one; with `--shards N` the corpus is `corpus-0.bin` ..
+  `corpus-(N-1).bin`, dealt out document by document;
 - `pairs.bin`, `held_pairs.bin`: shuffled chats in K2's format, each ending in <|im_end|>, the next one right behind it;
 - `pairs.idx.npy`, `held_pairs.idx.npy`: uint32 [n, 2], where a pair starts and where its answer starts (the id after
   `<think></think>`). The last pair ends with the file.
@@ -19,11 +20,12 @@ import json
 import random
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from draftwood.errors import ConfigError
-from draftwood.train.files import compress, read_lines, report, sha256
+from draftwood.train.files import SHARDS, compress, read_lines, report, sha256
 
 PATTERN = "|".join(
     (
@@ -167,14 +169,15 @@ def chats(enc: Any, rows: list[dict]) -> Iterator[tuple[Any, int]]:
             yield np.array([*prompt, *answer, special["<|im_end|>"]], dtype=np.uint16), len(prompt)
 
 
-def write_documents(path: Path, enc: Any, texts: list[str], limit: int) -> dict[str, Any]:
-    """Write documents until `limit` tokens (0: all). Returns counts."""
+def write_documents(paths: list[Path], enc: Any, texts: list[str], limit: int) -> dict[str, Any]:
+    """Deal documents out to the files until `limit` tokens (0: all). Returns counts."""
     count = tokens = characters = 0
-    with path.open("wb") as stream:
+    with ExitStack() as stack:
+        streams = [stack.enter_context(path.open("wb")) for path in paths]
         for text, ids in zip(texts, documents(enc, texts), strict=False):
             if limit and tokens + len(ids) > limit:
                 break
-            stream.write(ids.astype("<u2").tobytes())
+            streams[count % len(streams)].write(ids.astype("<u2").tobytes())
             count, tokens, characters = count + 1, tokens + len(ids), characters + len(text)
     return {"documents": count, "tokens": tokens, "characters": characters}
 
@@ -207,6 +210,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="use this tiktoken.model, train none")
     parser.add_argument("--sample", type=float, default=40e6, help="characters to train the tokenizer on")
     parser.add_argument("--corpus-tokens", type=float, default=0, help="most corpus tokens (0: all)")
+    parser.add_argument("--shards", type=int, default=1, help="files that the corpus is dealt out to")
     parser.add_argument("--pair-tokens", type=float, default=0, help="most tokens of pairs (0: all)")
     parser.add_argument("--held-tokens", type=float, default=1e6, help="most held-out tokens, of documents and pairs each")
     parser.add_argument("--limit", type=float, default=50 * 2**20, help="most bytes of all that travels")
@@ -253,6 +257,8 @@ def _load(folder: Path, seed: int) -> dict[str, list]:
 def run(args: argparse.Namespace) -> int:
     if not 256 + SPECIALS <= args.vocab <= 65_536:
         raise ConfigError(f"--vocab {args.vocab}: token files are uint16, give {256 + SPECIALS} .. 65536")
+    if not 1 <= args.shards <= SHARDS:
+        raise ConfigError(f"--shards {args.shards}: give 1 .. {SHARDS}")
     data = _load(args.text, args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     ranks, compared = _tokenizer(args, data)
@@ -260,13 +266,14 @@ def run(args: argparse.Namespace) -> int:
     write_tokenizer(args.out, ranks, args.context)
     held = int(args.held_tokens)
     meta: dict[str, Any] = {"vocab": enc.n_vocab, "dtype": "uint16", "tokenizer": compared, "files": {}}
-    meta["corpus"] = write_documents(args.out / "corpus.bin", enc, data["train"], int(args.corpus_tokens))
-    meta["held"] = write_documents(args.out / "held.bin", enc, data["held"], held)
+    corpus = ["corpus.bin"] if args.shards == 1 else [f"corpus-{i}.bin" for i in range(args.shards)]
+    meta["corpus"] = write_documents([args.out / name for name in corpus], enc, data["train"], int(args.corpus_tokens))
+    meta["held"] = write_documents([args.out / "held.bin"], enc, data["held"], held)
     meta["pairs"] = write_chats(args.out / "pairs.bin", enc, data["pairs"], int(args.pair_tokens))
     meta["held_pairs"] = write_chats(args.out / "held_pairs.bin", enc, data["held_pairs"], held)
     for name in ("corpus", "held"):
         meta[name]["chars_per_token"] = round(meta[name]["characters"] / max(meta[name]["tokens"], 1), 4)
-    total = _travel(args.out, meta)
+    total = _travel(args.out, meta, corpus)
     (args.out / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     rows = [(f"{name} tokens", meta[name]["tokens"]) for name in ("corpus", "pairs", "held", "held_pairs")]
     report([*rows, ("bytes that travel", total)], meta)
@@ -275,9 +282,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _travel(folder: Path, meta: dict[str, Any]) -> int:
+def _travel(folder: Path, meta: dict[str, Any], corpus: list[str]) -> int:
     """Compress the token files and indices, note sizes and sums; returns the bytes that must travel."""
-    names = ["corpus.bin", "pairs.bin", "held.bin", "held_pairs.bin", "pairs.idx.npy", "held_pairs.idx.npy"]
+    names = [*corpus, "pairs.bin", "held.bin", "held_pairs.bin", "pairs.idx.npy", "held_pairs.idx.npy"]
     with ThreadPoolExecutor(2) as pool:  # lzma releases the interpreter lock
         list(pool.map(lambda name: compress(folder / name, folder / f"{name}.xz"), names))
     for name in names:

@@ -152,7 +152,7 @@ def _asked(summary: str) -> dict[str, str] | None:
     }
 
 
-def _free_names(node: ast.AST) -> int:
+def free_names(node: ast.AST) -> int:
     """How many names `node` reads that it neither defines nor finds among the builtins."""
     read: set[str] = set()
     bound: set[str] = set()
@@ -170,7 +170,7 @@ def _free_names(node: ast.AST) -> int:
     return len(read - bound - BUILTINS)
 
 
-def _real(body: list[ast.stmt]) -> bool:
+def real(body: list[ast.stmt]) -> bool:
     """Whether the statements after the docstring do something: not pass, `...`, or only raising."""
     if not body or any(isinstance(part, ast.Raise) and "NotImplemented" in ast.dump(part) for part in body):
         return False
@@ -184,7 +184,7 @@ def _real(body: list[ast.stmt]) -> bool:
     return True
 
 
-def _dedent(lines: list[str], column: int) -> str | None:
+def dedent(lines: list[str], column: int) -> str | None:
     """Lines moved left by `column`; None when one of them (a string's, say) starts further left."""
     if any(line[:column].strip() for line in lines):
         return None
@@ -200,7 +200,7 @@ def unit_of(node: ast.stmt, owner: str, lines: list[str]) -> Unit | None:
         return None
     summary, body = summarise(docstring), node.body[1:]
     doc = node.body[0]
-    if not summary or not _real(body) or lines[doc.lineno - 1][: doc.col_offset].strip():
+    if not summary or not real(body) or lines[doc.lineno - 1][: doc.col_offset].strip():
         return None
     indent = " " * doc.col_offset
     head, tail = lines[node.lineno - 1 : doc.lineno - 1], lines[doc.end_lineno : node.end_lineno]
@@ -211,12 +211,12 @@ def unit_of(node: ast.stmt, owner: str, lines: list[str]) -> Unit | None:
     parts = [head, [f'{indent}"""{summary}"""'], tail]
     if isinstance(node, ast.ClassDef) and tail and re.match(r"\s*(async )?(def|class|@)", tail[0]):
         parts.insert(2, [""])
-    code = _dedent([line for part in parts for line in part], node.col_offset)
-    stub = _dedent(parts[0] + parts[1], node.col_offset)
-    bare = _dedent(head + tail, node.col_offset)
+    code = dedent([line for part in parts for line in part], node.col_offset)
+    stub = dedent(parts[0] + parts[1], node.col_offset)
+    bare = dedent(head + tail, node.col_offset)
     if not code or not stub or not bare or not code.isascii() or max(map(len, code.split("\n"))) > 120:
         return None
-    if _free_names(node) > FREE_NAMES or len(code) > 1800 or not _parses(code):
+    if free_names(node) > FREE_NAMES or len(code) > 1800 or not _parses(code):
         return None
     return Unit(*_naming(node, owner), summary, stub, code, bare)
 

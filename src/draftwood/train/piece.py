@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftwood.errors import ConfigError, DraftwoodError
+from draftwood.train.optim import continued, rate
 
 STARTED = time.monotonic()  # of this module, a few seconds after the process's
 SAVE_EVERY = 120.0
@@ -31,6 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser, seconds: float) -> None:
     parser.add_argument("--total-seconds", type=float, help="length of the whole run (default: this piece, or what was said first)")
     parser.add_argument("--deadline", type=float, default=math.inf, help="stop training this many seconds after start-up")
     parser.add_argument("--resume", action="store_true", help="go on from OUT's saved state")
+    parser.add_argument("--init", type=Path, metavar="FOLDER", help="begin with the weights of this checkpoint, not at random")
+    parser.add_argument(
+        "--lr-share", type=float, default=0.4, help="with --init: the learning rates begin at this share, end at 2 %%"
+    )
     parser.add_argument("--steps", type=int, help="stop this piece after so many steps")
     parser.add_argument("--total-steps", type=int, help="drive the schedule by steps instead of seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
@@ -62,6 +67,12 @@ class Piece:
                 f"--seconds {args.seconds} of --total-seconds {args.total_seconds}: both must be positive, the piece no "
                 "longer than the whole; change them"
             )
+        if args.init and (args.resume or not 0 < args.lr_share <= 1):
+            raise ConfigError(
+                f"--init with --lr-share {args.lr_share}{' and --resume' if args.resume else ''}: the share must lie in 0..1, "
+                "and a resumed run already has weights; leave --init out"
+            )
+        self.share: float | None = args.lr_share if args.init else None
         self.args, self.path, self.parts, self.generator = args, path, parts, generator
         self.total = args.total_seconds or args.seconds
         self.step, self.trained, self.history = 0, 0.0, []  # type: ignore[var-annotated]
@@ -80,6 +91,13 @@ class Piece:
         if self.args.total_steps:
             return min(1.0, self.step / self.args.total_steps)
         return min(1.0, self.trained / self.total)
+
+    @property
+    def factor(self) -> float:
+        """Factor on the learning rates at this step."""
+        if self.share is None:
+            return rate(self.progress, self.step)
+        return continued(self.progress, self.step, self.share)
 
     def running(self) -> bool:
         """False when the piece or the run has ended."""
@@ -131,6 +149,7 @@ class Piece:
             "step": self.step,
             "trained": self.trained,
             "total": self.total,
+            "share": self.share,
             "history": self.history,
             "generator": self.generator.get_state(),
         }
@@ -151,7 +170,7 @@ class Piece:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(f"{self.path} does not fit this run ({reason}); start again without --resume") from None
         facts = state["piece"]
-        self.total = self.args.total_seconds or facts["total"]
+        self.total, self.share = self.args.total_seconds or facts["total"], facts.get("share")
         self.step, self.trained, self.history = facts["step"], facts["trained"], list(facts["history"])
         self.first_step, self.before = self.step, self.trained
         self.generator.set_state(facts["generator"])

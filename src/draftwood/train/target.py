@@ -1,7 +1,8 @@
 """Train a small target of exactly the K2 architecture: MLA, sigmoid-routed MoE with INT4 experts, YaRN.
 
 Routed experts are INT4 (group 32) from the first step, so the stored checkpoint is what was trained. The run may be
-cut into pieces: `--seconds` for this piece, `--total-seconds` for all, `--resume` to go on.
+cut into pieces: `--seconds` for this piece, `--total-seconds` for all, `--resume` to go on. `--init` starts from a stored
+checkpoint: its INT4 experts, dequantised, are the first weights, and the learning rate begins low.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from draftwood.train import export, piece
 from draftwood.train.data import Mixture, Tokens, load_tokens, read_meta, windows
 from draftwood.train.files import report
 from draftwood.train.network import TargetNet, cross_entropy
-from draftwood.train.optim import Optimiser, rate
+from draftwood.train.optim import Optimiser
 from draftwood.train.piece import Piece, device_of, say
 from draftwood.train.shapes import NANO, SMOKE, Shape
 
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--begin-share", type=float, default=0.25, help="share of corpus windows that begin a document")
     parser.add_argument("--muon-lr", type=float, default=4e-3)
     parser.add_argument("--adam-lr", type=float, default=4e-3)
+    parser.add_argument("--corpus", type=Path, nargs="+", metavar="FILE", help="corpus token files (default: DATA's)")
     parser.add_argument("--data-tokens", type=int, help="read only so many tokens of each stream")
 
 
@@ -106,7 +108,7 @@ def train(
         loss_of = torch.compile(cross_entropy, dynamic=False)
     busiest = torch.zeros(())
     while run_.running():
-        factor = rate(run_.progress, run_.step)
+        factor = run_.factor
         rows, length = split(run_.step, run_.progress, args.rows, args.length)
         ids = mixture.batch(rows, length + 1)
         hidden, _ = net(ids[:, :-1], dtype, count=True)
@@ -144,14 +146,15 @@ def run(args: argparse.Namespace) -> int:
     shape: Shape = SMOKE if args.smoke else NANO
     if args.smoke:
         args.rows, args.length = min(args.rows, 8), min(args.length, 64)
-    check(args, shape)
     device, dtype = device_of(args.device)
     torch.manual_seed(args.seed)
-    net = TargetNet(shape).to(device)
+    net = (export.read_target(args.init, shape.taps) if args.init else TargetNet(shape)).to(device)
+    shape = net.shape
+    check(args, shape)
     optimiser = Optimiser(net, ADAM, args.muon_lr, args.adam_lr)
     generator = torch.Generator(device=device).manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
-    tokens: Tokens = load_tokens(args.data, shape, device, limit=args.data_tokens)
+    tokens: Tokens = load_tokens(args.data, shape, device, limit=args.data_tokens, corpus=args.corpus)
     mixture = Mixture(tokens, args.pairs_share, args.begin_share, generator)
     mixture.check(args.length * 2)
     say(
