@@ -103,10 +103,10 @@ class Runner:
 
     def start(self) -> None:
         """Begin to load. Call it once, on the running event loop."""
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         # An executor hands over whatever ends its thread, so that nothing has to be caught there.
         thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        future = self._loop.run_in_executor(thread, self._run)
+        future = self.loop.run_in_executor(thread, self._run)
         future.add_done_callback(self._end)
 
     def require(self) -> LLM:
@@ -164,7 +164,7 @@ class Runner:
 
     def _run(self) -> None:
         with self._load() as llm:
-            self._loop.call_soon_threadsafe(self._loaded, llm)
+            self.loop.call_soon_threadsafe(self._loaded, llm)
             while self._obey(llm):
                 if self._live:
                     self._step(llm)
@@ -208,7 +208,7 @@ class Runner:
             self._send(updates)
 
     def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, updates)
+        self.loop.call_soon_threadsafe(self._deliver, updates)
 
     # On the event loop, called by the engine's thread.
 
