@@ -1,0 +1,339 @@
+// Best-first growth: one block per row, the trees of ref.grow node for node.
+//
+// Every node offers one child at a time, its best not yet taken. Warp 0 takes the best offer (key, token, serial), adds it as a
+// node, and makes two new offers: the parent's next child and the node's first. Sums of scores are float64, as in the reference,
+// and every float32 operation stands in its order, so equal candidates give equal trees. An offer that the cap refuses waits; when
+// the cap rises it comes back behind everything offered before and ahead of everything after, in the order of refusal.
+//
+// TABLE 1: from depth 2 on a node's children are ranked with the previous-token table: the whole block looks the table's row up,
+// warp 0 sums and ranks. Nodes of one depth that hold one token share their list.
+#include "numbers.cuh"
+
+#ifndef TABLE
+#define TABLE 0
+#endif
+constexpr int TOP = 64, NODES = 65, DEPTHS = 15, GROW_THREADS = 128;
+constexpr u32 FRESH = 1u << 15, EPOCH = 1u << 16;      // serial = epoch, then refused ones in order, then fresh ones in order
+
+
+// One row's tree in the making; a block has one.
+struct Row {
+  double total[NODES], offer_total[NODES];
+  u64 key[96];                                         // of each node's offer, the lowest is the best; ~0: no offer
+  u64 mask[NODES][2];
+  int token[NODES], parent[NODES], depth[NODES];
+  int offer_token[96];
+  u32 serial[96];                                      // of an offer; of a refused one: its place among the refused
+  int rank[NODES], place[NODES], list[NODES];
+  bool spine[NODES], refused[96];
+  int ids[DEPTHS][TOP];                                // depth 1: best first; below: the same, or by id with a table
+  float score[DEPTHS][TOP];                            // the candidate's s, or with a table below depth 1 its z
+#if TABLE
+  int low[DEPTHS][TOP], length[DEPTHS][TOP];           // the table's row of each candidate
+  float base[DEPTHS][TOP];
+  float pmi[TOP];
+  u64 order[TOP];
+  float child_score[NODES][TOP];
+  unsigned char child[NODES][TOP];                     // place in ids[depth]
+#endif
+  int fresh, node;                                     // node: whose children are wanted; 0: the tree is done
+  bool look_up;
+};
+
+static_assert(sizeof(Row) <= 49152, "what a block may take without asking");
+
+__device__ __forceinline__ u64 order_of(double v) {    // orders as the double does; -0 + 0 = +0
+#ifdef EMULATION
+  u64 b; v += 0.0; memcpy(&b, &v, 8);
+#else
+  const u64 b = (u64)__double_as_longlong(__dadd_rn(v, 0.0));
+#endif
+  return b >> 63 ? ~b : b | 1ull << 63;
+}
+__device__ __forceinline__ double add_double(double a, double b) {
+#ifdef EMULATION
+  return a + b;
+#else
+  return __dadd_rn(a, b);
+#endif
+}
+
+// Options of growth that are the same for all rows. correction: null or [2][depths][ranks].
+struct Growth {
+  const float* correction;
+  int depths, ranks, spine;
+};
+
+// Offer node e's child of rank row.rank[e]. One lane calls it. epoch: of the cap; refusals, fresh: counters.
+__device__ __forceinline__ void offer(Row& row, const Growth& how, int e, int cap, u32 serial, u32& refusals, int count) {
+  const int rank = row.rank[e], depth = row.depth[e];
+  row.key[e] = ~0ull;
+  row.refused[e] = false;
+  if (rank >= count) return;
+  float score;
+  int place = rank;
+#if TABLE
+  if (depth > 0) { const int l = row.list[e]; score = row.child_score[l][rank]; place = row.child[l][rank]; }
+  else
+#endif
+  score = row.score[depth][rank];
+  if (!(score > minus_infinity())) return;
+  row.offer_token[e] = row.ids[depth][place];
+  if (rank >= cap) {
+    row.refused[e] = true;
+    row.serial[e] = refusals++;
+    return;
+  }
+  double add = 0.0;
+  if (how.correction)
+    add = how.correction[((row.spine[e] ? how.depths : 0) + min(depth, how.depths - 1)) * how.ranks + min(rank, how.ranks - 1)];
+  const double total = add_double(add_double(row.total[e], (double)score), add);
+  row.offer_total[e] = total;
+  row.key[e] = order_of(how.spine && row.spine[e] && rank == 0 ? depth - 1e9 : -total);
+  row.serial[e] = serial;
+}
+
+// The best offer's node, or -1. All lanes of warp 0.
+__device__ __forceinline__ int best_offer(const Row& row) {
+  const int lane = threadIdx.x & 31;
+  u64 key[3];
+#pragma unroll
+  for (int i = 0; i < 3; i++) key[i] = row.key[lane + 32 * i];
+  u64 mine = min(key[0], min(key[1], key[2]));
+  const u32 high = warp_min_u32((u32)(mine >> 32));
+  const u32 low = warp_min_u32((u32)(mine >> 32) == high ? (u32)mine : ~0u);
+  const u64 best = (u64)high << 32 | low;
+  if (best == ~0ull) return -1;
+  u32 token = ~0u, serial = ~0u;
+#pragma unroll
+  for (int i = 0; i < 3; i++) if (key[i] == best) token = min(token, (u32)row.offer_token[lane + 32 * i]);
+  token = warp_min_u32(token);
+#pragma unroll
+  for (int i = 0; i < 3; i++)
+    if (key[i] == best && (u32)row.offer_token[lane + 32 * i] == token) serial = min(serial, row.serial[lane + 32 * i]);
+  serial = warp_min_u32(serial);
+  u32 found = ~0u;
+#pragma unroll
+  for (int i = 0; i < 3; i++)
+    if (key[i] == best && (u32)row.offer_token[lane + 32 * i] == token && row.serial[lane + 32 * i] == serial) found = lane + 32 * i;
+  return (int)warp_min_u32(found);
+}
+
+#if TABLE
+// Score and rank the children of `node` from row.pmi: warp 0. candidates: how many of a depth's tokens take part.
+__device__ __forceinline__ void rank_children(Row& row, int node, float weight) {
+  const int lane = threadIdx.x & 31, depth = row.depth[node];
+  float score[2];
+  u64 key[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int c = lane + 32 * i;
+    score[i] = add_rn(mul_rn(row.pmi[c], weight), row.score[depth][c]);
+    key[i] = rank_key(score[i], c);                    // places stand in the order of ids
+    row.order[c] = key[i];
+  }
+  const float peak = warp_max(fmaxf(score[0], score[1])), from = peak > minus_infinity() ? peak : 0.f;
+  float sum = add_rn(exp_of(sub_rn(score[0], from)), exp_of(sub_rn(score[1], from)));
+#pragma unroll
+  for (int d = 16; d > 0; d >>= 1) sum = add_rn(sum, __shfl_xor_sync(ALL_LANES, sum, d));
+  const float norm = sub_rn(from, minus_log(sum > 0.f ? sum : 1.f));
+  row.child_score[node][lane] = row.child_score[node][lane + 32] = minus_infinity();
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if (!key[i]) continue;
+    int rank = 0;
+#pragma unroll 16
+    for (int o = 0; o < TOP; o++) rank += row.order[o] > key[i];
+    row.child_score[node][rank] = sub_rn(score[i], norm);
+    row.child[node][rank] = (unsigned char)(lane + 32 * i);
+  }
+  __syncwarp();
+}
+
+// PMI of the candidates at the node's depth + 1 after the node's token: all threads; a barrier follows.
+__device__ __forceinline__ void look_up(Row& row, int node, const int* cols, const float* vals) {
+  const int depth = row.depth[node], from = row.depth[node] - 1, place = row.place[node];
+  const int low = row.low[from][place], length = row.length[from][place];
+  const int* ids = row.ids[depth];
+  if (length <= 2048) {                                // read the row; few of its tokens are candidates
+#pragma unroll 4
+    for (int k = threadIdx.x; k < length; k += GROW_THREADS) {
+      const int token = cols[low + k];
+      const float value = vals[low + k];
+      int at = 0;
+#pragma unroll
+      for (int step = TOP / 2; step > 0; step >>= 1) if ((u32)ids[at + step] <= (u32)token) at += step;
+      if (ids[at] == token) row.pmi[at] = value;
+    }
+  } else if (threadIdx.x < TOP) {                      // search it
+    const int token = ids[threadIdx.x];
+    int at = 0, end = length;
+    while (at < end) { const int middle = (at + end) >> 1; if (cols[low + middle] < token) at = middle + 1; else end = middle; }
+    if (token >= 0 && at < length && cols[low + at] == token) row.pmi[threadIdx.x] = vals[low + at];
+  }
+}
+#endif
+
+// caps [steps][2]: while a tree has up to caps[i][0] nodes beyond the root, children have rank < caps[i][1].
+// Grid (R). ids, z, places [R][D][64] and norm [R][D] as merge leaves them; with a table, row_ptr [known + 1], cols, vals, base [known].
+// Outputs: tokens, parents, depths, positions [R][65] int64, counts [R] int64, logprob [R][65], ancestors [R][65][2].
+extern "C" __global__ void __launch_bounds__(GROW_THREADS)
+grow(const int* ids, const float* z, const int* places, const float* norm, const long long* roots, const long long* lengths, const int* budgets,
+     const float* temperature, const int* rows, const int* row_ptr, const int* cols, const float* vals, const float* base, int known,
+     const float* correction, int correction_depths, int correction_ranks, int D, int candidates, int spine, double alpha,
+     const int* caps, int steps, long long* tokens, long long* parents, long long* depths, long long* positions, long long* counts,
+     float* logprob, u64* ancestors) {
+  DYNAMIC_SHARED(unsigned char, memory);
+  Row& row = *reinterpret_cast<Row*>(memory);
+  const int r = blockIdx.x, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  pdl_wait();
+  pdl_go();
+  if (rows && r >= load_int(rows)) return;
+  const int budget = min(load_int(budgets + r), NODES - 1);
+  for (int i = tid; i < 96; i += GROW_THREADS) { row.key[i] = ~0ull; row.refused[i] = false; }
+  if (tid == 0) {
+    row.total[0] = 0.0; row.token[0] = (int)roots[r]; row.parent[0] = -1; row.depth[0] = 0; row.rank[0] = 0;
+    row.place[0] = row.list[0] = 0; row.spine[0] = true; row.mask[0][0] = 1; row.mask[0][1] = 0;
+    row.fresh = 0; row.node = 0; row.look_up = false;
+  }
+  int n = 1;
+  if (budget > 0) {
+    for (int i = tid; i < D * TOP; i += GROW_THREADS) {
+      const int d = i / TOP, c = i % TOP;
+      const long long at = ((long long)r * D + d) * TOP;
+      const int id = ids[at + c];
+      const float value = z[at + c];
+#if TABLE
+      if (d > 0) {                                     // by id; nothing comes last, and tokens beyond `candidates` count for nothing
+        const int place = places[at + c];
+        row.ids[d][place] = id;
+        row.score[d][place] = c < candidates ? value : minus_infinity();
+        continue;
+      }
+#endif
+      const float from = norm[(long long)r * D + d];
+      row.ids[d][c] = id;
+      row.score[d][c] = id >= 0 ? sub_rn(value, from > minus_infinity() ? from : 0.f) : minus_infinity();
+    }
+    __syncthreads();
+#if TABLE
+    for (int i = tid; i < (D - 1) * TOP; i += GROW_THREADS) {
+      const int d = i / TOP, c = i % TOP, id = row.ids[d][c];
+      const bool there = id >= 0 && id < known;
+      row.low[d][c] = there ? row_ptr[id] : 0;
+      row.length[d][c] = there ? row_ptr[id + 1] - row_ptr[id] : 0;
+      row.base[d][c] = there ? base[id] : 0.f;
+    }
+    const float heat = temperature[r];
+    const float weight = (float)(alpha / (double)(heat > 1e-5f ? heat : 1.f));
+    __syncthreads();
+#endif
+    const Growth how = {correction, correction_depths, correction_ranks, spine};
+    const int width = TABLE ? candidates : TOP;
+    int step = 0, until = caps[0], cap = caps[1];
+    u32 epoch = 0, refusals = 0, fresh = 0;            // alike in all lanes of warp 0
+    if (warp == 0) {
+      if (lane == 0) offer(row, how, 0, cap, FRESH + fresh, refusals, width);
+      fresh++;
+      refusals = __shfl_sync(ALL_LANES, refusals, 0);
+      __syncwarp();
+    }
+    while (true) {
+      if (warp == 0) {
+        int e = best_offer(row);
+        while ((e < 0 || n > until) && step + 1 < steps) {
+          step++;
+          until = caps[2 * step]; cap = caps[2 * step + 1];
+          epoch += EPOCH;
+          __syncwarp();
+#pragma unroll
+          for (int i = 0; i < 3; i++) {                // what still is refused keeps its place among the refused
+            const int o = lane + 32 * i;
+            if (o < n && row.refused[o] && row.rank[o] < cap) {
+              u32 ignored = 0;
+              offer(row, how, o, cap, epoch + row.serial[o], ignored, width);
+            }
+          }
+          __syncwarp();
+          e = best_offer(row);
+        }
+        const int rank = e < 0 ? 0 : row.rank[e];
+        bool more = false;
+        if (e >= 0) {
+          const int depth = row.depth[e] + 1, token = row.offer_token[e];
+          more = n < budget;
+          const bool parental = more && depth < D;     // it may have children
+          int list = n;
+#if TABLE
+          u32 same = ~0u;
+          for (int o = lane; o < n; o += 32) if (row.depth[o] == depth && row.token[o] == token) same = min(same, (u32)o);
+          same = warp_min_u32(same);
+          if (same != ~0u) list = row.list[same];
+#endif
+          if (lane == 0) {
+            row.total[n] = row.offer_total[e];
+            row.token[n] = token; row.parent[n] = e; row.depth[n] = depth; row.rank[n] = 0; row.list[n] = list;
+            row.spine[n] = row.spine[e] && rank == 0;
+            row.mask[n][0] = row.mask[e][0] | (n < 64 ? 1ull << n : 0);
+            row.mask[n][1] = row.mask[e][1] | (n < 64 ? 0 : 1);
+#if TABLE
+            row.place[n] = depth == 1 ? rank : row.child[row.list[e]][rank];
+#endif
+            row.rank[e] = rank + 1;
+            row.node = more ? n : 0;
+            row.look_up = parental && list == n;
+          }
+          n++;
+          __syncwarp();
+        } else if (lane == 0) {
+          row.node = 0;
+        }
+#if TABLE
+        if (more && row.look_up) {
+          const float all = row.base[row.depth[n - 1] - 1][row.place[n - 1]];
+          row.pmi[lane] = row.pmi[lane + 32] = all;
+        }
+#endif
+      }
+      if (TABLE) __syncthreads();
+      else if (warp == 0) __syncwarp();
+      else break;
+      const int node = row.node;
+      if (node == 0) break;
+#if TABLE
+      if (row.look_up) look_up(row, node, cols, vals);
+      __syncthreads();
+#endif
+      if (warp == 0) {
+#if TABLE
+        if (row.look_up) rank_children(row, node, weight);
+#endif
+        if (lane == 0) {
+          offer(row, how, row.parent[node], cap, epoch + FRESH + fresh, refusals, width);
+          if (row.depth[node] < D) offer(row, how, node, cap, epoch + FRESH + fresh + 1, refusals, width);
+        }
+        fresh += 2;
+        refusals = __shfl_sync(ALL_LANES, refusals, 0);
+        __syncwarp();
+      }
+    }
+  }
+  if (tid == 0) row.fresh = n;
+  __syncthreads();
+  n = row.fresh;
+  const long long length = lengths[r];
+  for (int i = tid; i < NODES; i += GROW_THREADS) {
+    const long long at = (long long)r * NODES + i;
+    const bool live = i < n;
+    const int depth = live ? row.depth[i] : 0;
+    tokens[at] = live ? row.token[i] : 0;
+    parents[at] = live ? row.parent[i] : -1;
+    depths[at] = depth;
+    positions[at] = length + depth;
+    logprob[at] = live ? (float)row.total[i] : 0.f;
+    ancestors[2 * at] = live ? row.mask[i][0] : 0;
+    ancestors[2 * at + 1] = live ? row.mask[i][1] : 0;
+  }
+  if (tid == 0) counts[r] = n;
+}

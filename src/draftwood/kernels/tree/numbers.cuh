@@ -1,0 +1,108 @@
+// Numbers whose bits are the same on every device: exp, log, Philox, Gumbel noise. Nothing but float32 additions,
+// multiplications and divisions rounded to nearest, so a CPU, and a GPU of another kind, find the same (numbers.py).
+#pragma once
+#include "../rounded.cuh"
+
+#ifdef EMULATION
+inline u32 mul_high(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+inline int leading_zeros(u32 v) { return v ? __builtin_clz(v) : 32; }
+inline u32 warp_max_u32(u32 v) {
+  for (int d = 16; d > 0; d >>= 1) { const u32 o = __shfl_xor_sync(ALL_LANES, v, d); v = o > v ? o : v; }
+  return v;
+}
+inline u32 warp_min_u32(u32 v) { return ~warp_max_u32(~v); }
+inline u32 count_up(u32* p, u32 by) { const u32 old = *p; *p += by; return old; }
+#else
+__device__ __forceinline__ u32 mul_high(u32 a, u32 b) { return __umulhi(a, b); }
+__device__ __forceinline__ int leading_zeros(u32 v) { return __clz(v); }
+__device__ __forceinline__ u32 warp_max_u32(u32 v) { return __reduce_max_sync(ALL_LANES, v); }
+__device__ __forceinline__ u32 warp_min_u32(u32 v) { return __reduce_min_sync(ALL_LANES, v); }
+__device__ __forceinline__ u32 count_up(u32* p, u32 by) { return atomicAdd(p, by); }   // integers: sums have no order
+#endif
+
+// e^x for x <= 0 (error below 3e-7 of the result); 0 below -86, and for -inf.
+__device__ __forceinline__ float exp_of(float x) {
+  if (!(x >= -86.f)) return 0.f;
+  const float shifted = add_rn(mul_rn(x, 1.44269504f), 12582912.f);          // 1.5 * 2^23: the sum is rounded to an integer
+  const float k = sub_rn(shifted, 12582912.f);
+  const float r = sub_rn(sub_rn(x, mul_rn(k, 0.693359375f)), mul_rn(k, -2.12194440e-4f));
+  float p = 1.f / 720;
+  p = add_rn(mul_rn(p, r), 1.f / 120);
+  p = add_rn(mul_rn(p, r), 1.f / 24);
+  p = add_rn(mul_rn(p, r), 1.f / 6);
+  p = add_rn(mul_rn(p, r), .5f);
+  p = add_rn(mul_rn(p, r), 1.f);
+  p = add_rn(mul_rn(p, r), 1.f);
+  return __uint_as_float(__float_as_uint(p) + (__float_as_uint(shifted) << 23));   // the low bits of `shifted` are k's
+}
+
+// -log(x) of a positive, normal x: 2 artanh(f / (2 + f)), x = (1 + f) 2^k, f within [sqrt(1/2) - 1, sqrt(2) - 1).
+__device__ __forceinline__ float minus_log(float x) {
+  const int offset = (int)(__float_as_uint(x) - 0x3F3504F3u);                // 0x3F3504F3: sqrt(1/2)
+  const float k = (float)(offset >> 23);
+  const float f = sub_rn(__uint_as_float((offset & 0x7FFFFF) + 0x3F3504F3u), 1.f);
+  float s = div_rn(f, add_rn(f, 2.f));
+  const float t = mul_rn(s, s);
+  float p = mul_rn(t, 1.f / 9);
+  p = mul_rn(add_rn(p, 1.f / 7), t);
+  p = mul_rn(add_rn(p, 1.f / 5), t);
+  p = mul_rn(add_rn(p, 1.f / 3), t);
+  s = mul_rn(s, -2.f);
+  return add_rn(add_rn(mul_rn(p, s), s), mul_rn(k, -0.69314718f));
+}
+
+// Philox4x32-10 with key = seed and counter = (token / 4, position, 0, 0): the bits of tokens 4b .. 4b + 3.
+struct Bits { u32 word[4]; };
+__device__ __forceinline__ Bits philox(u32 block, u32 position, u64 seed) {
+  u32 a = block, b = position, c = 0, d = 0, k0 = (u32)seed, k1 = (u32)(seed >> 32);
+#pragma unroll
+  for (int i = 0; i < 10; i++) {
+    const u32 low0 = a * 0xD2511F53u, high0 = mul_high(a, 0xD2511F53u);
+    const u32 low1 = c * 0xCD9E8D57u, high1 = mul_high(c, 0xCD9E8D57u);
+    a = high1 ^ b ^ k0; b = low1; c = high0 ^ d ^ k1; d = low0;
+    k0 += 0x9E3779B9u; k1 += 0xBB67AE85u;
+  }
+  return {{a, b, c, d}};
+}
+
+// Gumbel noise of 32 bits: -log(-log(1 - w)), w = (bits + 1/2) / 2^32.
+__device__ __forceinline__ float gumbel(u32 bits) {
+  constexpr float UNIT = 1.f / 4294967296.f, HALF = 1.f / 8589934592.f;
+  float e;
+  if (bits < 1u << 26) {                         // near 0, 1 - w has lost w's low bits: the series of -log(1 - w)
+    const float w = add_rn(mul_rn((float)bits, UNIT), HALF);
+    e = mul_rn(w, 1.f / 4);
+    e = mul_rn(add_rn(e, 1.f / 3), w);
+    e = mul_rn(add_rn(e, 1.f / 2), w);
+    e = mul_rn(add_rn(e, 1.f), w);
+  } else {
+    e = minus_log(add_rn(mul_rn((float)~bits, UNIT), HALF));
+  }
+  return minus_log(e);
+}
+// Never below gumbel(bits), and a few instructions: gumbel <= -log(w) <= (leading zeros + 1) log 2; the rest covers rounding.
+__device__ __forceinline__ float gumbel_bound(u32 bits) { return (leading_zeros(bits) + 1) * 0.6931473f + 1e-3f; }
+
+// A key that orders as (value descending, id ascending); 0 for what may never be chosen (-inf; callers turn NaN into -inf).
+__device__ __forceinline__ u64 rank_key(float v, u32 id) {
+  return v > minus_infinity() ? choice_key(add_rn(v, 0.f), id) : 0;          // -0 + 0 = +0: they are equal
+}
+__device__ __forceinline__ float key_value(u64 key) {
+  const u32 b = (u32)(key >> 32);
+  return key ? __uint_as_float(b & 0x80000000u ? b & 0x7fffffffu : ~b) : minus_infinity();
+}
+
+// 8 values from token `at` on (a multiple of 8) of a row of logits in bf16 or fp32; NaN as -inf.
+template <bool FLOAT32>
+__device__ __forceinline__ void load_logits(float (&v)[8], const void* logits, long long at) {
+  if (FLOAT32) {
+    const uint4 a = load16((const float*)logits + at), b = load16((const float*)logits + at + 4);
+    const u32 w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int e = 0; e < 8; e++) v[e] = __uint_as_float(w[e]);
+  } else {
+    unpack8(v, load16((const bf16*)logits + at));
+  }
+#pragma unroll
+  for (int e = 0; e < 8; e++) v[e] = v[e] == v[e] ? v[e] : minus_infinity();
+}

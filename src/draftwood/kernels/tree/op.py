@@ -1,0 +1,231 @@
+"""Buffers, checks and launches of the tree kernels: `candidates` (pick, merge) and `grow`. Nothing waits for the host."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwood.kernels import jit
+from draftwood.kernels.check import Variant
+from draftwood.kernels.tree.numbers import SEGMENT
+from draftwood.kernels.tree.ref import NODES, TOP, Candidates, Options, Table, Trees
+
+_FOLDER = Path(__file__).parent
+_NULL = np.uint64(0)
+MOST_ROWS, MOST_DEPTH, MOST_VOCAB = 65535, 15, 32 * SEGMENT
+_THREADS = {"pick": 256, "merge": 256, "grow": 128}
+_GROW_SHARED = 49_152
+"""Bytes a row's growth takes at most; grow.cu asserts it."""
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Options as the kernels read them, on the device: beta [depth], caps int32 [steps, 2]; made once."""
+
+    options: Options
+    beta: Tensor
+    caps: Tensor
+    correction: Tensor | None
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What candidates need for up to `rows` rows, fixed addresses: keys int64 [rows, depth, S, 64], sums float32 [rows, depth, S, 2]."""
+
+    keys: Tensor
+    sums: Tensor
+    found: Candidates
+
+
+def knobs(options: Options, depth: int, device: torch.device | str) -> Knobs:
+    """Put options on the device. Raises ValueError for what growth cannot do."""
+    caps = [(n, min(c, TOP)) for n, c in options.caps]
+    if not caps or any(n < 0 or c < 1 for n, c in caps) or sorted(caps) != caps:
+        raise ValueError(f"caps are (nodes, cap) steps, ascending, caps of at least 1; not {options.caps}")
+    if not options.beta or not 1 <= options.candidates <= TOP or not 1 <= depth <= MOST_DEPTH:
+        raise ValueError(f"1 to {TOP} candidates and 1 to {MOST_DEPTH} depths; not {options.candidates}, {depth}, beta {options.beta}")
+    beta = [options.beta[min(d, len(options.beta) - 1)] for d in range(depth)]
+    extra = options.correction
+    if extra is not None and (extra.dim() != 3 or extra.shape[0] != 2 or not extra.numel()):
+        raise ValueError(f"a correction is [2, depths, ranks]; it is {tuple(extra.shape)}")
+    return Knobs(
+        options,
+        torch.tensor(beta, dtype=torch.float32, device=device),
+        torch.tensor(caps, dtype=torch.int32, device=device),
+        None if extra is None else extra.to(device, torch.float32).contiguous(),
+    )
+
+
+def allocate(rows: int, depth: int, vocab: int, device: torch.device | str) -> Buffers:
+    """Make the buffers. Raises ValueError for sizes beyond the kernels'."""
+    if not (1 <= rows <= MOST_ROWS and 1 <= depth <= MOST_DEPTH) or vocab % 8 or not 8 <= vocab <= MOST_VOCAB:
+        raise ValueError(
+            f"1 to {MOST_ROWS} rows, 1 to {MOST_DEPTH} depths and a vocabulary of 8 to {MOST_VOCAB} in steps of 8; "
+            f"not {rows}, {depth} and {vocab}"
+        )
+    make = functools.partial(torch.empty, device=device)
+    segments, top = -(-vocab // SEGMENT), (rows, depth, TOP)
+    found = Candidates(
+        make(top, dtype=torch.int32), make(top, dtype=torch.float32), make(top, dtype=torch.int32),
+        make(top[:2], dtype=torch.float32),
+    )  # fmt: skip
+    return Buffers(make((rows, depth, segments, TOP), dtype=torch.int64), make((rows, depth, segments, 2)), found)
+
+
+def allocate_trees(rows: int, device: torch.device | str) -> Trees:
+    """Make the output of `grow` for up to `rows` rows."""
+    make = functools.partial(torch.zeros, device=device, dtype=torch.int64)
+    each = (rows, NODES)
+    return Trees(
+        make(each), make(each), make(each), make(each), make(rows), make(each, dtype=torch.float32), make((*each, 2))
+    )
+
+
+def _source(entry: str, flag: int) -> jit.Source:
+    if entry == "grow":
+        return jit.Source(_FOLDER / "grow.cu", entry, {"TABLE": flag})
+    macros = {entry.upper(): 1, "WIDE": flag} if entry == "pick" else {entry.upper(): 1}
+    return jit.Source(_FOLDER / "candidates.cu", entry, macros)
+
+
+def _shared(entry: str) -> int:
+    return _GROW_SHARED if entry == "grow" else 0
+
+
+def variants() -> list[Variant]:
+    """Everything the launchers choose."""
+    forms = [("pick", 0, 2), ("pick", 1, 2), ("merge", 0, 4), ("grow", 0, 2), ("grow", 1, 2)]
+    return [Variant(_source(entry, flag), _THREADS[entry], _shared(entry), blocks) for entry, flag, blocks in forms]
+
+
+@functools.cache
+def _kernel(entry: str, flag: int, device: int) -> jit.Kernel:
+    return jit.Kernel(_source(entry, flag), device, _shared(entry))
+
+
+def candidates(
+    logits: Tensor,
+    temperature: Tensor,
+    budgets: Tensor,
+    given: Knobs,
+    buffers: Buffers,
+    seeds: Tensor | None = None,
+    lengths: Tensor | None = None,
+    rows: Tensor | None = None,
+    norms: int | None = None,
+    pdl: bool = True,
+) -> Candidates:
+    """Find the candidates of logits [R, D, V] (bf16 or float32) on torch's current stream; the first R rows of buffers.found.
+
+    temperature float32, budgets int32, seeds and lengths int64 [R]; seeds None: no noise. rows int32 [1] on the device: how many of
+    the R rows are real; those beyond, and those with budget 0, are left alone. norms: how many depths need the log of the sum
+    (all by default; 1 is enough for growth with a table). Raises ValueError for tensors that do not fit.
+    """
+    r, d, v = logits.shape
+    norms = d if norms is None else norms
+    _check_logits(logits, given, buffers)
+    _vectors_fit(r, torch.float32, temperature=temperature)
+    _vectors_fit(r, torch.int32, budgets=budgets)
+    if seeds is not None:
+        _vectors_fit(r, torch.int64, seeds=seeds, lengths=lengths)
+    _count_fits(rows)
+    if r == 0:
+        return buffers.found
+    found, arg, device = buffers.found, np.int32, logits.device.index or 0
+    segments = -(-v // SEGMENT)
+    live = _NULL if rows is None else rows
+    _kernel("pick", int(logits.dtype == torch.float32), device)(
+        (segments, d, r), _THREADS["pick"],
+        (logits, np.int64(logits.stride(0)), np.int64(logits.stride(1)), temperature, given.beta,
+         _NULL if seeds is None else seeds, _NULL if lengths is None else lengths, budgets, live, buffers.keys, buffers.sums,
+         arg(v), arg(norms)),
+        pdl=pdl,
+    )  # fmt: skip
+    _kernel("merge", 0, device)(
+        (d, r), _THREADS["merge"],
+        (buffers.keys, buffers.sums, budgets, live, found.ids, found.z, found.places, found.norm, arg(segments), arg(norms)),
+        pdl=pdl,
+    )  # fmt: skip
+    return found
+
+
+def grow(
+    found: Candidates,
+    roots: Tensor,
+    lengths: Tensor,
+    budgets: Tensor,
+    temperature: Tensor,
+    given: Knobs,
+    out: Trees,
+    table: Table | None = None,
+    rows: Tensor | None = None,
+    pdl: bool = True,
+) -> Trees:
+    """Grow the trees of R = len(roots) rows into the first R rows of `out`; see ref.grow.
+
+    roots, lengths int64, budgets int32 (0..64), temperature float32 [R]; table: int32 row_ptr and cols, float32 vals and base.
+    Raises ValueError for tensors that do not fit.
+    """
+    r, d = len(roots), found.ids.shape[1]
+    _vectors_fit(r, torch.int64, roots=roots, lengths=lengths)
+    _vectors_fit(r, torch.int32, budgets=budgets)
+    _vectors_fit(r, torch.float32, temperature=temperature)
+    _count_fits(rows)
+    if found.ids.shape[0] < r or out.tokens.shape[0] < r or d != len(given.beta):
+        raise ValueError(
+            f"{r} rows, candidates of {found.ids.shape[0]}, trees for {out.tokens.shape[0]}; {d} depths, knobs for {len(given.beta)}"
+        )
+    _check_table(table)
+    if r == 0:
+        return out
+    arg, options, extra = np.int32, given.options, given.correction
+    tables = (_NULL,) * 4 if table is None else (table.row_ptr, table.cols, table.vals, table.base)
+    shape = (0, 0) if extra is None else extra.shape[1:]
+    _kernel("grow", int(table is not None), roots.device.index or 0)(
+        r, _THREADS["grow"],
+        (found.ids, found.z, found.places, found.norm, roots, lengths, budgets, temperature, _NULL if rows is None else rows,
+         *tables, arg(0 if table is None else len(table.base)), _NULL if extra is None else extra, arg(shape[0]), arg(shape[1]),
+         arg(d), arg(options.candidates), arg(options.spine), np.float64(options.alpha), given.caps, arg(len(given.caps)),
+         out.tokens, out.parents, out.depths, out.positions, out.counts, out.logprob, out.ancestors),
+        pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def _check_logits(logits: Tensor, given: Knobs, buffers: Buffers) -> None:
+    r, d, v = logits.shape
+    if logits.dtype not in (torch.bfloat16, torch.float32) or logits.stride(2) != 1 or logits.data_ptr() % 16:
+        raise ValueError(f"logits must be bf16 or float32 with contiguous tokens; they are {logits.dtype}, strides {logits.stride()}")
+    if v % 8 or any(s % 8 for s in logits.stride()[:2]):
+        raise ValueError(f"logits of {v} tokens, strides {logits.stride()}: all must be multiples of 8")
+    if buffers.keys.shape[0] < r or tuple(buffers.keys.shape[1:3]) != (d, -(-v // SEGMENT)) or len(given.beta) != d:
+        raise ValueError(f"logits {tuple(logits.shape)} do not fit buffers {tuple(buffers.keys.shape)}, knobs for {len(given.beta)}")
+
+
+def _check_table(table: Table | None) -> None:
+    if table is None:
+        return
+    types = (table.row_ptr.dtype, table.cols.dtype, table.vals.dtype, table.base.dtype)
+    if types != (torch.int32, torch.int32, torch.float32, torch.float32) or len(table.row_ptr) != len(table.base) + 1:
+        raise ValueError(f"a table is int32 row_ptr [V + 1] and cols, float32 vals and base [V]; it is {types}")
+
+
+def _vectors_fit(r: int, dtype: torch.dtype, **given: Tensor | None) -> None:
+    for name, x in given.items():
+        if x is None or x.dtype != dtype or x.shape != (r,) or not x.is_contiguous():
+            raise ValueError(f"{name} must be {dtype} [{r}]; it is {None if x is None else (x.dtype, tuple(x.shape))}")
+
+
+def _count_fits(rows: Tensor | None) -> None:
+    if rows is not None and (rows.dtype != torch.int32 or rows.numel() != 1):
+        raise ValueError(f"rows must be one int32 on the device; it is {rows.dtype} {tuple(rows.shape)}")
+
+
+def bytes_moved(rows: int, depth: int, vocab: int, itemsize: int = 2) -> int:
+    """Bytes that must move: the logits once, and the trees."""
+    return rows * (depth * vocab * itemsize + NODES * (5 * 8 + 16 + 4))

@@ -1,0 +1,93 @@
+// The 64 highest keys of a block, exactly and in order. Keys are distinct, except 0, which means nothing.
+//
+// 1. Each pair of threads (t, t + 128) knows its highest key. The 64th highest of these 128 bounds the 64th of all from below.
+// 2. Keys that reach the bound are collected: about 90 of 8192 for logits; their order in the list does not matter.
+// 3. Each finds its rank by counting. Ranks are distinct, so the result has one form.
+// Step 1 compares values alone, which is cheap; only if ties make step 2 overflow is it done again with whole keys.
+#pragma once
+#include "numbers.cuh"
+
+constexpr int TOP = 64, TOP_THREADS = 256, GROUPS = TOP_THREADS / 2;
+
+template <int PER>
+struct TopWork {
+  static constexpr int CAPACITY = TOP * 2 * PER;       // 64 groups hold no more
+  static_assert(CAPACITY >= TOP_THREADS, "the list also holds a key per thread");
+  u64 list[CAPACITY];
+  u64 top[TOP];                                        // the result: descending, then zeros
+  u32 maxima[TOP_THREADS], group[GROUPS];
+  u64 group_key[GROUPS], bound_key;
+  u32 bound, count;
+};
+
+// Rank of g among the groups: higher ones, and equal ones before it.
+template <class T>
+__device__ __forceinline__ int rank_among(const T* groups, T g, int at) {
+  int rank = 0;
+#pragma unroll 8
+  for (int i = 0; i < GROUPS; i++) rank += groups[i] > g || (groups[i] == g && i < at);
+  return rank;
+}
+
+// Put this thread's keys from `bound` on into the list, if there is room for them.
+template <int PER, class Key>
+__device__ __forceinline__ void collect(TopWork<PER>& work, Key key, u64 bound) {
+  u32 n = 0;
+#pragma unroll
+  for (int j = 0; j < PER; j++) n += key(j) >= bound;
+  if (!n) return;
+  u32 at = count_up(&work.count, n);
+  if (at + n > TopWork<PER>::CAPACITY) return;
+#pragma unroll
+  for (int j = 0; j < PER; j++) if (key(j) >= bound) work.list[at++] = key(j);
+}
+
+// key(j), j < PER: this thread's keys. All threads of the block call it; work.top is complete after its last barrier.
+template <int PER, class Key>
+__device__ __forceinline__ void block_top(TopWork<PER>& work, Key key) {
+  const int tid = threadIdx.x;
+  u32 mine = 0;
+#pragma unroll
+  for (int j = 0; j < PER; j++) mine = max(mine, (u32)(key(j) >> 32));
+  work.maxima[tid] = mine;
+  if (tid < TOP) work.top[tid] = 0;
+  if (tid == 0) { work.bound = 1; work.bound_key = 1; work.count = 0; }
+  __syncthreads();
+  if (tid < GROUPS) work.group[tid] = max(work.maxima[tid], work.maxima[tid + GROUPS]);
+  __syncthreads();
+  if (tid < GROUPS) {
+    const u32 g = work.group[tid];
+    if (g && rank_among(work.group, g, tid) == TOP - 1) work.bound = g;
+  }
+  __syncthreads();
+  const u32 bound = work.bound;
+  if (mine >= bound) collect<PER>(work, key, (u64)bound << 32);
+  __syncthreads();
+  if (work.count > TopWork<PER>::CAPACITY) {           // the same in all threads
+    __syncthreads();
+    u64 best = 0;
+#pragma unroll
+    for (int j = 0; j < PER; j++) best = max(best, key(j));
+    work.list[tid] = best;
+    if (tid == 0) work.count = 0;
+    __syncthreads();
+    if (tid < GROUPS) work.group_key[tid] = max(work.list[tid], work.list[tid + GROUPS]);
+    __syncthreads();
+    if (tid < GROUPS) {
+      const u64 g = work.group_key[tid];
+      if (g && rank_among(work.group_key, g, tid) == TOP - 1) work.bound_key = g;
+    }
+    __syncthreads();
+    collect<PER>(work, key, work.bound_key);
+    __syncthreads();
+  }
+  const int n = work.count;
+  for (int e = tid; e < n; e += TOP_THREADS) {
+    const u64 k = work.list[e];
+    int rank = 0;
+#pragma unroll 8
+    for (int i = 0; i < n; i++) rank += work.list[i] > k;
+    if (rank < TOP) work.top[rank] = k;
+  }
+  __syncthreads();
+}
