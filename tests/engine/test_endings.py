@@ -1,5 +1,7 @@
 """An answer ends exactly where it must: at its stop token, its limit or the context, wherever in an accepted run."""
 
+import math
+
 import pytest
 
 from draftwood.engine.request import SamplingParams
@@ -52,6 +54,34 @@ def test_ignore_eos_goes_on_after_the_models_stops_but_not_after_the_requests_ow
     assert ask(engine, max_tokens=20, ignore_eos=True)[0] == text
     tokens, reason, _ = ask(engine, max_tokens=20, ignore_eos=True, stop_token_ids=[text[9]])
     assert (tokens, reason) == (text[: text.index(text[9]) + 1], "stop")
+
+
+def greedy_held(stops, least: int, most: int) -> list[int]:
+    """Greedy tokens one by one; `stops` cannot be chosen before `least` tokens and end the answer after."""
+    toy, tokens = Toy(), []
+    state = toy.state(PROMPT)
+    while len(tokens) < most and not (tokens and tokens[-1] in stops):
+        logits = toy.logits(state).clone()
+        if len(tokens) < least:
+            logits[list(stops)] = -math.inf
+        tokens.append(int(logits.argmax()))
+        state = toy.extend(state, tokens[-1])
+    return tokens
+
+
+@pytest.mark.parametrize("kind", ["good", "random", None])
+@pytest.mark.parametrize("least", [0, 1, 4, 5, 6, 12, 30])
+def test_no_answer_ends_before_min_tokens_whatever_the_tree(kind, least):
+    text = Toy().greedy(PROMPT, 30)
+    stops = {text[0], text[4], text[11]}
+    expected = greedy_held(stops, least, 30)
+    for how in ({"stop_ids": tuple(stops)}, {}):
+        engine = fake_engine(kind, fake_plan(7), **how)
+        mine = {} if how else {"stop_token_ids": tuple(stops)}
+        for _ in range(2):
+            tokens, reason, _ = ask(engine, max_tokens=30, min_tokens=least, **mine)
+            assert tokens == expected and len(tokens) >= least
+            assert reason == ("stop" if tokens[-1] in stops else "length")
 
 
 @pytest.mark.parametrize("limit", range(1, 19))

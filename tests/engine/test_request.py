@@ -23,7 +23,7 @@ BAD = [
     ("ignore_eos", 1), ("logit_bias", [1]), ("logit_bias", {"1": 2}), ("logit_bias", {1: math.nan}),
     ("logit_bias", {1: 101}), ("logit_bias", {1: "a"}), ("logit_bias", dict.fromkeys(range(2000), 1)),
     ("logprobs", -1), ("logprobs", 21), ("logprobs", True), ("tree_budget", 65), ("tree_budget", -1),
-    ("tree_budget", "many"),
+    ("tree_budget", "many"), ("min_tokens", -1), ("min_tokens", 257), ("min_tokens", 1.0), ("min_tokens", None),
 ]  # fmt: skip
 
 
@@ -48,6 +48,12 @@ def test_any_value_is_taken_or_refused_with_a_request_error(name, value):
         SamplingParams(**{name: value}).seeded()
     except RequestError as error:
         assert error.param == name and "\n" not in str(error)
+
+
+def test_min_tokens_does_not_go_with_stop_texts():
+    with pytest.raises(RequestError) as error:
+        SamplingParams(min_tokens=3, stop="a")
+    assert error.value.param == "min_tokens"
 
 
 def test_an_unknown_parameter_is_named_with_the_known_ones():

@@ -70,7 +70,8 @@ class Engine:
         self.plan = plan
         self.stop_ids = frozenset(stop_ids)
         self.scheduler = Scheduler(plan, parts.vocab)
-        self.rows = Rows(plan.max_num_seqs, self.scheduler.table_width, parts.kv.sink, parts.vocab, parts.device)
+        width, sink = self.scheduler.table_width, parts.kv.sink
+        self.rows = Rows(plan.max_num_seqs, width, sink, parts.vocab, parts.device, self.stop_ids)
         self.timing = Timing(plan.max_num_seqs, plan.max_budget, plan.block)
         self.usage: dict[int, Usage] = {}
         self.totals = Totals()

@@ -43,6 +43,7 @@ class SamplingParams:
     frequency_penalty: float = _flag(0.0, "subtract for each time a token was generated", parse=float)
     repetition_penalty: float = _flag(1.0, "divide tokens of prompt and answer by this", parse=float)
     ignore_eos: bool = _flag(False, "go on after the model's end tokens")
+    min_tokens: int = _flag(0, "no end token and no stop token before this many", parse=int)
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
@@ -52,6 +53,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._whole("max_tokens", 1, MAX_TOKENS, optional=True)
+        self._whole("min_tokens", 0, MAX_TOKENS if self.max_tokens is None else self.max_tokens)
         self._number("temperature", 0.0, MAX_TEMPERATURE)
         if 0 < self.temperature < MIN_TEMPERATURE:
             message = f"temperature {self.temperature} is between 0 and {MIN_TEMPERATURE}; use 0 for greedy"
@@ -101,6 +103,8 @@ class SamplingParams:
         if len(stop) > MAX_STOPS or any(not 0 < len(s) <= MAX_STOP_LENGTH for s in stop):
             raise RequestError(f"stop takes up to {MAX_STOPS} texts of 1..{MAX_STOP_LENGTH} characters each", "stop")
         object.__setattr__(self, "stop", tuple(stop))
+        if self.min_tokens and stop:
+            raise RequestError("min_tokens does not go with stop texts; use stop_token_ids", "min_tokens")
         ids = self.stop_token_ids
         if not isinstance(ids, list | tuple) or not all(_is_token(i) for i in ids) or len(ids) > MAX_BIASES:
             message = f"stop_token_ids {_show(ids)} is not a list of up to {MAX_BIASES} token ids"

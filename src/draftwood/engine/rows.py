@@ -7,15 +7,17 @@ the same plans agree without being told, and on a GPU nothing here has to be rea
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from draftwood.engine.request import SamplingParams
 from draftwood.engine.scheduler import Start, StepPlan
 from draftwood.spec.accept import Path
-from draftwood.spec.sampling import History, Sampling, uses_history
+from draftwood.spec.sampling import Floor, History, Sampling, uses_history
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,15 @@ class View:
 
 
 class Rows:
-    """State of `count` persistent rows with page tables `width` pages wide, padded with the `sink` page."""
+    """State of `count` persistent rows with page tables `width` pages wide, padded with the `sink` page.
 
-    def __init__(self, count: int, width: int, sink: int, vocab: int, device: torch.device | str) -> None:
+    `stop_ids` are the model's own end tokens, which an answer with min_tokens waits for.
+    """
+
+    def __init__(
+        self, count: int, width: int, sink: int, vocab: int, device: torch.device | str, stop_ids: Iterable[int] = ()
+    ) -> None:
+        self._stop_ids = frozenset(stop_ids)
         self.vocab = vocab
         self.lengths = torch.zeros(count, dtype=torch.long, device=device)
         self.roots = torch.zeros(count, dtype=torch.long, device=device)
@@ -54,6 +62,7 @@ class Rows:
         self._sink = sink
         self._starts: dict[int, Start] = {}
         self._histories: dict[int, History | None] = {}
+        self._floors: dict[int, Floor | None] = {}
         self._kept: View | None = None
 
     def view(self, plan: StepPlan) -> View:
@@ -73,6 +82,13 @@ class Rows:
         self.tables[start.row, : len(start.pages)] = torch.tensor(start.pages, device=self.tables.device)
         self._starts[start.row] = start
         self._histories[start.row] = History(start.prompt, self.vocab) if uses_history(start.params) else None
+        self._floors[start.row] = self._floor(start.params)
+
+    def _floor(self, params: SamplingParams) -> Floor | None:
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._stop_ids)
+        if not params.min_tokens or not ends:
+            return None
+        return Floor(np.array(sorted(ends), np.int64), params.min_tokens)
 
     def _collect(self, plan: StepPlan) -> View:
         """Gather what stays the same while the same rows run."""
@@ -86,7 +102,12 @@ class Rows:
             lengths=self.lengths[ids],
             roots=self.roots[ids],
             tables=self.tables[ids],
-            sampling=Sampling.build(params, [p.seed or 0 for p in params], [self._histories[row] for row in plan.rows]),
+            sampling=Sampling.build(
+                params,
+                [p.seed or 0 for p in params],
+                [self._histories[row] for row in plan.rows],
+                [self._floors[row] for row in plan.rows],
+            ),
             warm=None if all(drafts) else torch.from_numpy(np.flatnonzero(drafts)),
             logprobs=max(p.logprobs or 0 for p in params),
         )
@@ -98,3 +119,6 @@ class Rows:
         for place, history in enumerate(view.sampling.history):
             if history is not None and view.plan.emits[place]:
                 history.extend(path.tokens[place, : int(path.emitted[place])].tolist())
+        for place, floor in enumerate(view.sampling.floors):
+            if floor is not None and view.plan.emits[place]:
+                floor.extend(int(path.emitted[place]))

@@ -6,6 +6,7 @@ Order at a node, always on the target's raw logits [V] in float32:
 2. penalties over the node's own path = history (prompt and generated tokens, the root included) + the node's ancestors
    below the root + itself. Repetition, for tokens of prompt or path: x / r if x > 0 else x * r. Frequency f and
    presence p, for generated tokens (path nodes count as generated) seen n > 0 times: x - f * n - p.
+   Then tokens that would end an answer before its min_tokens: -inf at the nodes that are too early (`Floor`).
 3. greedy (temperature <= COLD): argmax, lowest id on ties; the filters below cannot change it. Otherwise z = x / T.
 4. min-p m: keep z >= max z + log m.
 5. top-k k: keep the k first in the order (z descending, id ascending): exactly k, fewer if min-p left fewer.
@@ -77,6 +78,19 @@ class History:
         np.add.at(self.generated, np.asarray(tokens, np.int64), 1)
 
 
+@dataclass
+class Floor:
+    """Tokens that may not be chosen while an answer is shorter than it has to be."""
+
+    ids: NDArray[np.int64]
+    left: int
+    """Tokens still to be generated before `ids` are allowed."""
+
+    def extend(self, count: int) -> None:
+        """Take note of generated tokens."""
+        self.left = max(0, self.left - count)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Parameters of the rows of a step, one entry a row; build it again only when the rows change.
@@ -95,12 +109,17 @@ class Sampling:
     repetition: NDArray[np.float32]
     bias: tuple[tuple[NDArray[np.int64], NDArray[np.float32]] | None, ...]
     history: tuple[History | None, ...]
+    floors: tuple[Floor | None, ...] = ()
+    """As history; empty where no row has one."""
     _recent: dict[int, tuple[int, NDArray[np.float32]]] = field(default_factory=dict, repr=False, compare=False)
     """By row: first position and noise [count, V] of the last step. Positions it did not accept come up again."""
 
     @staticmethod
     def build(
-        params: Sequence[SamplingChoice], seeds: Sequence[int], histories: Sequence[History | None] | None = None
+        params: Sequence[SamplingChoice],
+        seeds: Sequence[int],
+        histories: Sequence[History | None] | None = None,
+        floors: Sequence[Floor | None] = (),
     ) -> Sampling:
         """Collect the rows' parameters; seeds are 64-bit, histories are needed where `uses_history`."""
 
@@ -124,6 +143,7 @@ class Sampling:
             repetition=column("repetition_penalty"),
             bias=tuple(bias),
             history=tuple(histories) if histories is not None else (None,) * len(params),
+            floors=tuple(floors) if any(floor is not None for floor in floors) else (),
         )
 
     @property
@@ -240,6 +260,8 @@ def _filtered(
         z[np.flatnonzero(at == r)[:, None], ids] += values
     if len(penalised):
         z[penalised] = _penalise(z[penalised], at[penalised], node[penalised], tree, sampling)
+    if any(floor is not None and floor.left > 0 for floor in sampling.floors):
+        z = _hold(z.copy() if z is raw else z, at, node, tree, sampling.floors)
     hot = sampling.sampled[at]
     if hot.any() and not (sampling.temperature[at] == 1).all():
         z = z / np.where(hot, sampling.temperature[at], np.float32(1)).astype(np.float32)[:, None]
@@ -251,6 +273,17 @@ def _filtered(
             return part
         z = z.copy() if z is raw else z
         z[cut] = part
+    return z
+
+
+def _hold(
+    z: NDArray[np.float32], at: NDArray[np.int64], node: NDArray[np.int64], tree: Tree, floors: tuple[Floor | None, ...]
+) -> NDArray[np.float32]:
+    """Remove from z [M, V], in place, the tokens of each row's Floor: a node at depth d comes after d more tokens."""
+    depth = np.where(host(tree.forced)[at], 0, host(tree.depths)[at, node])
+    for r, floor in enumerate(floors):
+        if floor is not None:
+            z[np.flatnonzero((at == r) & (depth < floor.left))[:, None], floor.ids] = -np.inf
     return z
 
 
