@@ -63,3 +63,15 @@ def test_the_bundled_model_is_at_most_40_megabytes_with_its_card():
     files = [p for p in nano.path().rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")]
     assert nano.path() / "README.md" in files
     assert sum(p.stat().st_size for p in files) <= 40_000_000
+
+
+def test_a_training_that_went_on_is_counted_whole(flags, tmp_path):
+    first = write(tmp_path / "first.json", {"steps": 30, "tokens": 7_000_000, "trained_seconds": 11.0})
+    words = [word for pair in flags.items() for word in pair]
+    words.insert(words.index("--target-log") + 1, first)
+    assert cli.main(["train", "card", *words]) == 0
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "| target | 42 steps, 10 M tokens, 20 s" in card and "| drafter | 12 steps, 9 s" in card
+    wrong = write(tmp_path / "wrong.json", {"steps": 1})
+    words[words.index(first)] = wrong
+    assert cli.main(["train", "card", *words]) == 2

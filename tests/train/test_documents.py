@@ -69,6 +69,8 @@ class Box:
         ("x = 1  # type: ignore[attr-defined]  # noqa: E501", "x = 1"),
         ("if a:  # pragma: no cover - rarely", "if a:"),
         ("import a  # isort:skip", "import a"),
+        ("import a  # type: ignore  # old versions", "import a"),
+        ("import a  # a reason  # noqa", "import a  # a reason"),
         ("x = 1  # pylint: disable=invalid-name", "x = 1"),
         ("x = 1  # a reason", "x = 1  # a reason"),
         ('x = "a  # noqa"', 'x = "a  # noqa"'),

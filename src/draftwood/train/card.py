@@ -59,8 +59,8 @@ Greedy, block 8, text before loops: chain {chain7:.2f}; budget 16 {tree16:.2f} (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `draftwood train card`."""
     parser.add_argument("--model", required=True, help="checkpoint folder with its drafter in draft/; the card is written there")
-    parser.add_argument("--target-log", required=True, help="training.log.json of the target")
-    parser.add_argument("--draft-log", required=True, help="draft-training.json of the drafter")
+    parser.add_argument("--target-log", required=True, nargs="+", metavar="FILE", help="training.log.json of each run of the target, in order")
+    parser.add_argument("--draft-log", required=True, nargs="+", metavar="FILE", help="draft-training.json of each run, in order")
     parser.add_argument("--evaluation", required=True, help="the file that `train evaluate` wrote")
     parser.add_argument("--data", required=True, help="data folder with meta.json and packages.json")
     parser.add_argument("--classics", type=int, default=102, help="answers written for this project (default 102)")
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write MODEL/README.md; return 0. Raises ConfigError for a missing or unreadable file."""
     folder, data = Path(args.model), Path(args.data)
-    scores, target, drafter = _json(args.evaluation), _json(args.target_log), _json(args.draft_log)
+    scores, target, drafter = _json(args.evaluation), _whole(args.target_log), _whole(args.draft_log)
     meta, packages = _json(data / "meta.json"), _json(data / "packages.json")
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; --model takes the checkpoint")
@@ -91,6 +91,16 @@ def _json(path: str | Path) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error}); give the file that training wrote") from None
+
+
+def _whole(paths: list[str]) -> dict[str, Any]:
+    """One log of a training and of those that went on from it: the last one's facts, steps, tokens and seconds of all."""
+    logs = [_json(path) for path in paths]
+    try:
+        sums = {key: sum(log[key] for log in logs) for key in ("steps", "tokens", "trained_seconds") if key in logs[-1]}
+        return {**logs[-1], **sums}
+    except (KeyError, TypeError) as missing:
+        raise ConfigError(f"{' '.join(paths)}: not all are logs of one kind of training ({missing}); give the right files") from None
 
 
 def _facts(scores: Any, target: Any, drafter: Any, meta: Any, packages: Any) -> dict[str, Any]:

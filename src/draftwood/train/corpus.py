@@ -213,7 +213,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--held-out", default=",".join(HELD_OUT), metavar="NAMES", help="never in training")
     parser.add_argument("--cap", type=float, default=6e6, help="most characters of one package in the corpus")
     parser.add_argument("--held-cap", type=float, default=1.6e6, help="most characters of one held-out package")
-    parser.add_argument("--definitions-cap", type=float, default=4e5, help="most characters of one package's definitions")
+    parser.add_argument("--definitions-cap", type=float, default=9e5, help="most characters of one package's definitions")
     parser.add_argument("--cap-for", action="append", default=[], metavar="NAME=CHARS", help="another cap for one")
     parser.add_argument("--pairs-cap", type=float, default=3e6, help="most characters of one package's pairs")
     parser.add_argument("--processes", type=int, default=2)

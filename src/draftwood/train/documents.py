@@ -24,7 +24,7 @@ from draftwood.train.pairs import free_names, real, summarise
 #: Comments that speak to a checker, up to the end of the line. No quotes inside: a string that shows one stays whole.
 MARK = re.compile(
     r"[ \t]*#[ \t]*(?:(?:flake8:[ \t]*|ruff:[ \t]*)?noqa|type:[ \t]*ignore|pragma:[ \t]*no[ \t]?(?:cover|branch)|pylint:"
-    r"|nosec|nopep8|pyright:|mypy:|pyre-|fmt:[ \t]*(?:skip|off|on)|isort:)[^\n'\"`#]*$",
+    r"|nosec|nopep8|pyright:|mypy:|pyre-|fmt:[ \t]*(?:skip|off|on)|isort:)[^\n'\"`]*$",
     re.I | re.M,
 )
 HINT = re.compile(r"#.*?(?:noqa|ignore|pragma|pylint|nosec|nopep8|pyright|mypy|pyre-|fmt|isort)", re.I)  # quick to refuse
