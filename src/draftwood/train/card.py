@@ -59,7 +59,9 @@ Greedy, block 8, text before loops: chain {chain7:.2f}; budget 16 {tree16:.2f} (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `draftwood train card`."""
     parser.add_argument("--model", required=True, help="checkpoint folder with its drafter in draft/; the card is written there")
-    parser.add_argument("--target-log", required=True, nargs="+", metavar="FILE", help="training.log.json of each run of the target, in order")
+    parser.add_argument(
+        "--target-log", required=True, nargs="+", metavar="FILE", help="training.log.json of each run of the target, in order"
+    )
     parser.add_argument("--draft-log", required=True, nargs="+", metavar="FILE", help="draft-training.json of each run, in order")
     parser.add_argument("--evaluation", required=True, help="the file that `train evaluate` wrote")
     parser.add_argument("--data", required=True, help="data folder with meta.json and packages.json")
@@ -100,7 +102,9 @@ def _whole(paths: list[str]) -> dict[str, Any]:
         sums = {key: sum(log[key] for log in logs) for key in ("steps", "tokens", "trained_seconds") if key in logs[-1]}
         return {**logs[-1], **sums}
     except (KeyError, TypeError) as missing:
-        raise ConfigError(f"{' '.join(paths)}: not all are logs of one kind of training ({missing}); give the right files") from None
+        raise ConfigError(
+            f"{' '.join(paths)}: not all are logs of one kind of training ({missing}); give the right files"
+        ) from None
 
 
 def _facts(scores: Any, target: Any, drafter: Any, meta: Any, packages: Any) -> dict[str, Any]:
