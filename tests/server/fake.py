@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 from draftwood.engine.request import Output, SamplingParams, Usage
@@ -16,9 +17,14 @@ TOKEN = 97
 
 
 class FakeLLM:
-    """As LLM, where the server uses it. Answers are `aaa...`; `steps` says how many steps may still run."""
+    """As LLM, where the server uses it. Answers are `aaa...`, or the runs of a script; `go` lets steps run."""
 
-    def __init__(self, rows: int = 4, seconds: float = 0.0) -> None:
+    def __init__(self, rows: int = 4, seconds: float = 0.0, script: Sequence[Sequence[int]] = (), thinks: bool = False):
+        """`script`: the tokens of each step, the last of them ending the answer; `thinks`: prompts end with <think>."""
+        self.script = script
+        self.thinks = thinks
+        self.asked: list[dict] = []
+        """Messages, tools and template arguments of each conversation."""
         self.plan = SimpleNamespace(max_num_seqs=rows, max_model_len=512)
         self.checkpoint = SimpleNamespace(folder=None)
         self.tokenizer = vocabulary.tokenizer()
@@ -31,12 +37,15 @@ class FakeLLM:
         self.rests = 0
         self.closed = False
         self._ids = 0
+        self._steps: dict[int, int] = {}
 
     def encode(self, prompt, allow_special=False):
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def chat_ids(self, messages, tools=None, **template):
-        return self.encode("".join(str(message["content"]) for message in messages))
+        self.asked.append({"messages": messages, "tools": tools, **template})
+        ids = self.encode("".join(str(message["content"]) for message in messages))
+        return [*ids, self.tokenizer.special["<think>"]] if self.thinks else ids
 
     def check(self, ids, params: SamplingParams) -> None:
         if len(ids) >= self.plan.max_model_len:
@@ -55,9 +64,15 @@ class FakeLLM:
             raise self.crash
         grown = self.live[: self.plan.max_num_seqs]
         for answer in grown:
-            usage = Usage(prompt_tokens=answer.usage.prompt_tokens, completion_tokens=len(answer.token_ids) + 1, started=1.0)
-            ended = "length" if usage.completion_tokens == answer.params.max_tokens else None
-            answer.add(Output(answer.id, (TOKEN,), None, ended, usage))
+            step = self._steps.get(answer.id, 0)
+            self._steps[answer.id] = step + 1
+            run = tuple(self.script[step]) if self.script else (TOKEN,)
+            count = len(answer.token_ids) + len(run)
+            usage = Usage(prompt_tokens=answer.usage.prompt_tokens, completion_tokens=count, started=1.0)
+            ended = "length" if count == answer.params.max_tokens else None
+            if self.script and step + 1 == len(self.script):
+                ended = "stop"
+            answer.add(Output(answer.id, run, None, ended, usage))
             if answer.reason is not None:
                 self.live.remove(answer)
         return grown

@@ -89,6 +89,8 @@ BOTH = {
     "frequency": ({"frequency_penalty": -3}, "frequency_penalty"),
     "repetition": ({"repetition_penalty": 0}, "repetition_penalty"),
     "ignore_eos": ({"ignore_eos": "yes"}, "ignore_eos"),
+    "min_tokens above max_tokens": ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+    "min_tokens with stops": ({"max_tokens": 5, "min_tokens": 1, "stop": "a"}, "min_tokens"),
     "budget huge": ({"tree_budget": 1000}, "tree_budget"),
     "budget above the engine's": ({"tree_budget": 64}, "tree_budget"),
     "budget text": ({"tree_budget": "big"}, "tree_budget"),

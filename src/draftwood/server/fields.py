@@ -46,7 +46,6 @@ _SHARED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tfs_z": ((1,), "leave it out"),
     "mirostat": ((0,), "leave it out"),
     "mirostat_mode": ((0,), "leave it out"),
-    "min_tokens": ((0,), "use logit_bias on the stop tokens"),
     "cache_salt": ((), "leave it out"),
     "kv_transfer_params": ((), "leave it out"),
     "vllm_xargs": (({},), "leave it out"),

@@ -35,8 +35,33 @@ Prompts = Annotated[
         }
     ),
 ]
-Messages = Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"type": "object"}, "minItems": 1})]
-Tools = Annotated[list[Any] | None, WithJsonSchema({"type": "array", "items": {"type": "object"}})]
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {
+            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+        },
+        "required": ["role", "content"],
+    },
+}
+Messages = Annotated[list[Any], WithJsonSchema(_MESSAGES)]
+_TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+Tools = Annotated[list[Any] | None, WithJsonSchema({"type": "array", "items": _TOOL})]
 ToolChoice = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})]
 Budget = Annotated[Any, WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 0, "maximum": 64}]})]
 
@@ -70,6 +95,7 @@ class Asked(Body):
     stop: Stops = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -91,6 +117,7 @@ class Asked(Body):
             "stop",
             "stop_token_ids",
             "ignore_eos",
+            "min_tokens",
             "presence_penalty",
             "frequency_penalty",
             "repetition_penalty",
@@ -234,7 +261,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Any] | None, WithJsonSchema({"type": "array", "items": {"type": "object"}})] = None
+    messages: Annotated[list[Any] | None, WithJsonSchema(_MESSAGES)] = None
     tools: Tools = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
