@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import random
 from pathlib import Path
 
 import numpy as np
@@ -149,3 +150,21 @@ def test_damaged_token_files_are_said(tmp_path: Path) -> None:
     for name in ("cut.bin.xz", "odd.bin", "none.bin"):
         with pytest.raises(ConfigError):
             list(token_chunks(tmp_path / name))
+
+
+def test_some_texts_are_encoded_as_a_prompt_that_ends_with_a_line_and_its_rest(bpe: object) -> None:
+    enc = pack.encoding(pack.mergeable_ranks(bpe))
+    body = "def f(a,\n      b):\n    c = a + b\n    return c\n"
+    texts = [*[body] * 50, TEXTS[0], "import os\n", "def g(): pass\n"]
+    whole, again = list(pack.documents(enc, texts)), list(pack.documents(enc, texts, random.Random(3)))
+    assert [enc.decode(list(ids)) for ids in again] == [enc.decode(list(ids)) for ids in whole]
+    merged, colon = enc.encode_ordinary("):\n"), enc.encode_ordinary("):")
+    assert len(merged) == 1, "the point of it: a newline joins the punctuation before it"
+    assert all(merged[0] in ids for ids in whole[:50])
+    cut = [ids.tolist() for ids in again[:50] if merged[0] not in ids]
+    assert 10 <= len(cut) <= 40  # 0.6 x (0.6 + some)
+    for ids in cut:
+        at = ids.index(colon[-1])
+        assert enc.decode(ids[: at + 1]).endswith("b):") and enc.decode([ids[at + 1]]).startswith("\n")
+    assert again[50].tolist() != whole[50].tolist()  # files are cut, too, now and then
+    assert [ids.tolist() for ids in again[51:]] == [ids.tolist() for ids in whole[51:]]  # nothing follows their only line

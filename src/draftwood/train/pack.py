@@ -18,9 +18,11 @@ import argparse
 import base64
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,8 @@ NAMED = {
 #: K2 lists these two as ordinary added tokens, so a decoder that skips specials still shows them.
 NOT_SPECIAL = ("<think>", "</think>")
 BATCH = 1000
+#: Share of documents that begin with a signature and are cut once, and of all other documents' lines that are.
+SIGNATURE_CUTS, LINE_CUTS = 0.6, 1 / 60
 
 
 def special_tokens(base: int) -> dict[str, int]:
@@ -139,15 +143,37 @@ def differing(bpe: Any, enc: Any, texts: list[str]) -> tuple[int, int]:
     return sum(a != b.ids for a, b in zip(ours, theirs, strict=True)), len(texts)
 
 
-def documents(enc: Any, texts: list[str]) -> Iterator[Any]:
-    """Yield each document's ids, [EOS] last, as uint16 [n]."""
+def cuts(text: str, rng: random.Random) -> list[int]:
+    """Offsets at which to encode `text` in pieces: ends of lines, before the newline, where a prompt might end.
+
+    BPE joins punctuation with the newline behind it, so whole text never has a newline after the token `):`, only what
+    follows a colon on the same line. A prompt that ends there must still go on with a new line: some texts are cut so.
+    """
+    ends = [found.start() for found in re.finditer(r"\n", text)]
+    if not text.startswith(("def ", "class ")):
+        return [end for end in ends[:-1] if rng.random() < LINE_CUTS]
+    if len(ends) < 2 or rng.random() >= SIGNATURE_CUTS:
+        return []
+    signature = next((end for end in ends if text[end - 1] == ":"), ends[0])
+    return [signature if rng.random() < 0.6 else rng.choice(ends[: min(5, len(ends) - 1)])]
+
+
+def documents(enc: Any, texts: list[str], rng: random.Random | None = None) -> Iterator[Any]:
+    """Yield each document's ids, [EOS] last, as uint16 [n]; with `rng` some are encoded in pieces (see `cuts`)."""
     import numpy as np
     from tqdm import tqdm
 
     end = enc.n_vocab - SPECIALS + 1
     for start in tqdm(range(0, len(texts), BATCH), desc="documents", unit="k"):
-        for ids in enc.encode_ordinary_batch(texts[start : start + BATCH], num_threads=2):
-            yield np.array([*ids, end], dtype=np.uint16)
+        pieces: list[str] = []
+        counts = []
+        for text in texts[start : start + BATCH]:
+            places = [0, *(cuts(text, rng) if rng else []), len(text)]
+            pieces += [text[a:b] for a, b in pairwise(places)]
+            counts.append(len(places) - 1)
+        encoded = iter(enc.encode_ordinary_batch(pieces, num_threads=2))
+        for count in counts:
+            yield np.array([token for _ in range(count) for token in next(encoded)] + [end], dtype=np.uint16)
 
 
 def chats(enc: Any, rows: list[dict]) -> Iterator[tuple[Any, int]]:
@@ -169,12 +195,12 @@ def chats(enc: Any, rows: list[dict]) -> Iterator[tuple[Any, int]]:
             yield np.array([*prompt, *answer, special["<|im_end|>"]], dtype=np.uint16), len(prompt)
 
 
-def write_documents(paths: list[Path], enc: Any, texts: list[str], limit: int) -> dict[str, Any]:
-    """Deal documents out to the files until `limit` tokens (0: all). Returns counts."""
+def write_documents(paths: list[Path], enc: Any, texts: list[str], limit: int, rng: random.Random | None = None) -> dict[str, Any]:
+    """Deal documents out to the files until `limit` tokens (0: all); `rng` as for `documents`. Returns counts."""
     count = tokens = characters = 0
     with ExitStack() as stack:
         streams = [stack.enter_context(path.open("wb")) for path in paths]
-        for text, ids in zip(texts, documents(enc, texts), strict=False):
+        for text, ids in zip(texts, documents(enc, texts, rng), strict=False):
             if limit and tokens + len(ids) > limit:
                 break
             streams[count % len(streams)].write(ids.astype("<u2").tobytes())
@@ -267,7 +293,8 @@ def run(args: argparse.Namespace) -> int:
     held = int(args.held_tokens)
     meta: dict[str, Any] = {"vocab": enc.n_vocab, "dtype": "uint16", "tokenizer": compared, "files": {}}
     corpus = ["corpus.bin"] if args.shards == 1 else [f"corpus-{i}.bin" for i in range(args.shards)]
-    meta["corpus"] = write_documents([args.out / name for name in corpus], enc, data["train"], int(args.corpus_tokens))
+    rng, paths = random.Random(args.seed), [args.out / name for name in corpus]
+    meta["corpus"] = write_documents(paths, enc, data["train"], int(args.corpus_tokens), rng)
     meta["held"] = write_documents([args.out / "held.bin"], enc, data["held"], held)
     meta["pairs"] = write_chats(args.out / "pairs.bin", enc, data["pairs"], int(args.pair_tokens))
     meta["held_pairs"] = write_chats(args.out / "held_pairs.bin", enc, data["held_pairs"], held)
