@@ -30,10 +30,11 @@ from draftwood.parallel.comm import Comm, connect
 from draftwood.parallel.layout import Layout
 from draftwood.plan import Checkpoint, decide, find
 from draftwood.spec.bigram import Bigram
+from draftwood.spec.grammar import Grammars
 from draftwood.spec.tree import GrowOptions
 from draftwood.text.chat import ChatTemplate
 from draftwood.text.stream import TextStream
-from draftwood.text.tokenizer import Tokenizer
+from draftwood.text.tokenizer import VOCAB_FILE, Tokenizer
 
 if TYPE_CHECKING:
     from draftwood.text.tools import AnswerStream, Event
@@ -406,6 +407,7 @@ def build(plan: Plan, checkpoint: Checkpoint, comm: Comm) -> Parts:
         bigram=_bigram(options, checkpoint) if drafts else None,
         noise=options.noise,
         device=device,
+        grammars=_grammars(checkpoint),
     )
     if drafts and drafter_config is not None:
         if dummy or checkpoint.draft_folder is None:
@@ -418,6 +420,19 @@ def build(plan: Plan, checkpoint: Checkpoint, comm: Comm) -> Parts:
             drafter_config.num_layers, plan.max_num_seqs, plan.window, heads, drafter_config.head_dim, dtype, device
         )
     return parts
+
+
+def _grammars(checkpoint: Checkpoint) -> Grammars | None:
+    """Return the grammars of a checkpoint with a vocabulary, which is read when one is first asked for."""
+    folder, config = checkpoint.folder, checkpoint.config
+    if folder is None or not (folder / VOCAB_FILE).exists():
+        return None
+
+    def load() -> tuple[list[bytes], dict[str, int]]:
+        words = Tokenizer.load(folder)
+        return [words.token_bytes(id) for id in range(words.vocab_size)], words.special
+
+    return Grammars(load, config.stop_ids, config.vocab_size)
 
 
 def _bigram(options: Options, checkpoint: Checkpoint) -> Bigram | None:

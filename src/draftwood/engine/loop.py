@@ -22,7 +22,7 @@ from draftwood.engine.rows import Rows
 from draftwood.engine.scheduler import Scheduler, Sequence, StepPlan
 from draftwood.engine.step import Parts, StepResult, step
 from draftwood.engine.totals import Totals
-from draftwood.errors import DeviceLost
+from draftwood.errors import DeviceLost, RequestError
 from draftwood.spec.noise import COLD
 from draftwood.spec.policy import AutoSize
 
@@ -71,7 +71,7 @@ class Engine:
         self.stop_ids = frozenset(stop_ids)
         self.scheduler = Scheduler(plan, parts.vocab)
         width, sink = self.scheduler.table_width, parts.kv.sink
-        self.rows = Rows(plan.max_num_seqs, width, sink, parts.vocab, parts.device, self.stop_ids)
+        self.rows = Rows(plan.max_num_seqs, width, sink, parts.vocab, parts.device, self.stop_ids, parts.grammars)
         self.timing = Timing(plan.max_num_seqs, plan.max_budget, plan.block)
         self.usage: dict[int, Usage] = {}
         self.totals = Totals()
@@ -86,15 +86,27 @@ class Engine:
 
     def check(self, prompt: Iterable[int], params: SamplingParams) -> None:
         """Raise RequestError for what `add` would refuse. Changes nothing, so any thread may ask."""
-        self.scheduler.check(Request(-1, tuple(prompt), params))
+        request = Request(-1, tuple(prompt), params)
+        self.scheduler.check(request)
+        self._formed(request)
 
     def add(self, prompt: Iterable[int], params: SamplingParams) -> int:
         """Queue a prompt and return the request's id. Raises RequestError when it cannot be served."""
-        request = Request(self._next_id, tuple(prompt), params.seeded())
+        request = self._formed(Request(self._next_id, tuple(prompt), params.seeded()))
         self.scheduler.add(request)
         self._next_id += 1
         self.usage[request.id] = Usage(prompt_tokens=len(request.prompt))
         return request.id
+
+    def _formed(self, request: Request) -> Request:
+        """Return a request with its grammar as the prompt's end needs it. Raises RequestError where it cannot be used."""
+        grammar = request.params.grammar
+        if grammar is None:
+            return request
+        if self.parts.grammars is None:
+            raise RequestError(f"{grammar.param} needs a tokenizer, and this model has none", grammar.param)
+        checked = self.parts.grammars.check(grammar, request.prompt)
+        return dataclasses.replace(request, params=dataclasses.replace(request.params, grammar=checked))
 
     def abort(self, request_id: int) -> Usage | None:
         """Forget a request, whatever it is doing; return what it has cost, None when it is not here."""
@@ -159,6 +171,8 @@ class Engine:
             with contextlib.suppress(DeviceLost):  # who is gone needs no farewell; the first error is the better one
                 self._tell(None)
         self.parts.comm.close()
+        if self.parts.grammars is not None:
+            self.parts.grammars.close()
 
     def _read(self, plan: StepPlan, sequences: list[Sequence], result: StepResult, began: float) -> list[Output]:
         """Turn a step's tensors into outputs and end what is finished."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from draftwood.config import MAX_BUDGET, STAGES
 from draftwood.errors import RequestError
+from draftwood.spec.formats import Grammar, response_grammar
 
 MAX_TOKENS = 1 << 22
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 100.0
@@ -50,6 +51,10 @@ class SamplingParams:
     """None: none; n: log-probability of the chosen token and of the n most likely ones."""
     tree_budget: int | str | None = None
     """None: the engine's; else this request's own, "auto" or 0..64."""
+    response_format: Mapping[str, Any] | None = None
+    """What the answer has to look like, as spec.formats describes it."""
+    grammar: Grammar | None = None
+    """The same as a grammar: made from `response_format`, or given alone, as for a required tool call."""
 
     def __post_init__(self) -> None:
         self._whole("max_tokens", 1, MAX_TOKENS, optional=True)
@@ -74,6 +79,15 @@ class SamplingParams:
             self._whole("tree_budget", 0, MAX_BUDGET, optional=True)
         self._stops()
         self._biases()
+        self._form()
+
+    def _form(self) -> None:
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise RequestError(f"grammar {_show(self.grammar)} is not a Grammar; use response_format", "grammar")
+        if self.grammar is None:
+            object.__setattr__(self, "grammar", response_grammar(self.response_format))
+        if self.grammar is not None and self.min_tokens:
+            raise RequestError("min_tokens does not go with response_format, which says itself when to end", "min_tokens")
 
     def _number(self, name: str, low: float, high: float, above: bool = False) -> None:
         value = getattr(self, name)

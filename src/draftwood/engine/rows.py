@@ -17,6 +17,7 @@ from torch import Tensor
 from draftwood.engine.request import SamplingParams
 from draftwood.engine.scheduler import Start, StepPlan
 from draftwood.spec.accept import Path
+from draftwood.spec.grammar import Constraint, Grammars
 from draftwood.spec.sampling import Floor, History, Sampling, uses_history
 
 
@@ -38,6 +39,8 @@ class View:
     """Places of the rows whose drafter context is kept; None: all of them."""
     logprobs: int
     """Most log-probabilities that a row wants beside the chosen token's."""
+    constraints: tuple[Constraint | None, ...] = ()
+    """By row, how far along its grammar it is; empty where no row has one."""
 
     def noise(self, vocab: int) -> Tensor | None:
         """Gumbel noise [R, depth + 1, V] of the positions that are chosen in this step; None when all rows are greedy."""
@@ -48,12 +51,21 @@ class View:
 class Rows:
     """State of `count` persistent rows with page tables `width` pages wide, padded with the `sink` page.
 
-    `stop_ids` are the model's own end tokens, which an answer with min_tokens waits for.
+    `stop_ids` are the model's own end tokens, which an answer with min_tokens waits for; `grammars` are there where
+    rows may have one.
     """
 
     def __init__(
-        self, count: int, width: int, sink: int, vocab: int, device: torch.device | str, stop_ids: Iterable[int] = ()
+        self,
+        count: int,
+        width: int,
+        sink: int,
+        vocab: int,
+        device: torch.device | str,
+        stop_ids: Iterable[int] = (),
+        grammars: Grammars | None = None,
     ) -> None:
+        self._grammars = grammars
         self._stop_ids = frozenset(stop_ids)
         self.vocab = vocab
         self.lengths = torch.zeros(count, dtype=torch.long, device=device)
@@ -63,6 +75,7 @@ class Rows:
         self._starts: dict[int, Start] = {}
         self._histories: dict[int, History | None] = {}
         self._floors: dict[int, Floor | None] = {}
+        self._constraints: dict[int, Constraint] = {}
         self._kept: View | None = None
 
     def view(self, plan: StepPlan) -> View:
@@ -83,6 +96,9 @@ class Rows:
         self._starts[start.row] = start
         self._histories[start.row] = History(start.prompt, self.vocab) if uses_history(start.params) else None
         self._floors[start.row] = self._floor(start.params)
+        self._constraints.pop(start.row, None)
+        if start.params.grammar is not None and self._grammars is not None:
+            self._constraints[start.row] = self._grammars.start(start.params.grammar)
 
     def _floor(self, params: SamplingParams) -> Floor | None:
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._stop_ids)
@@ -96,6 +112,7 @@ class Rows:
         starts = [self._starts[row] for row in plan.rows]
         params = [start.params for start in starts]
         drafts = [start.drafts for start in starts]
+        constraints = tuple(self._constraints.get(row) for row in plan.rows)
         return View(
             plan=plan,
             ids=ids,
@@ -110,6 +127,7 @@ class Rows:
             ),
             warm=None if all(drafts) else torch.from_numpy(np.flatnonzero(drafts)),
             logprobs=max(p.logprobs or 0 for p in params),
+            constraints=constraints if any(constraints) else (),
         )
 
     def advance(self, view: View, path: Path) -> None:
@@ -122,3 +140,6 @@ class Rows:
         for place, floor in enumerate(view.sampling.floors):
             if floor is not None and view.plan.emits[place]:
                 floor.extend(int(path.emitted[place]))
+        for place, constraint in enumerate(view.constraints):
+            if constraint is not None and view.plan.emits[place]:
+                constraint.commit(path.tokens[place, : int(path.emitted[place])].tolist())

@@ -19,6 +19,7 @@ from draftwood.kv.store import DraftRows, DraftStore, LatentStore, Scratch
 from draftwood.parallel.comm import Comm
 from draftwood.spec.accept import Path, accept
 from draftwood.spec.bigram import Bigram
+from draftwood.spec.grammar import Grammars, Permits, permits
 from draftwood.spec.noise import gumbel
 from draftwood.spec.policy import AutoSize, CostTable
 from draftwood.spec.sampling import choose, filter_logits, top_logprobs
@@ -66,6 +67,8 @@ class Parts:
     costs: dict[bool, CostTable] = field(default_factory=dict)
     """What `auto` reckons with, for steps without noise and with it."""
     device: torch.device | str = "cpu"
+    grammars: Grammars | None = None
+    """For requests whose answers have a form; None without a vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,8 @@ def run(parts: Parts, view: View, trace: bool = False) -> StepResult:
         tree.tokens.to(device), positions, slots, tree.ancestors().to(device), counts, at
     )
     clock.lap("verify")
-    choices, logprobs = choose(logits, *verified, tree, view.sampling, noise)
+    allowed = permits(view.constraints, view.plan.emits, tree, verified)
+    choices, logprobs = choose(logits, *verified, tree, view.sampling, noise, allowed)
     path = accept(tree, choices, verified, logprobs)
     if parts.auto is not None:
         parts.auto.observe(tree, path, view.sampling.temperature)
@@ -129,7 +133,7 @@ def run(parts: Parts, view: View, trace: bool = False) -> StepResult:
     parts.kv.commit(slots, path.nodes.to(device), path.counts.to(device))
     observe(parts, view, taps, positions, path)
     clock.lap("commit")
-    gaps = _gaps(logits, verified, tree, view, noise, path) if trace else None
+    gaps = _gaps(logits, verified, tree, view, noise, path, allowed) if trace else None
     return StepResult(tree, path, clock.seconds, gaps, _top(logits, view, path))
 
 
@@ -213,11 +217,12 @@ def _top(logits: Tensor, view: View, path: Path) -> tuple[Tensor, Tensor] | None
 
 
 def _gaps(
-    logits: Tensor, verified: tuple[Tensor, Tensor], tree: Tree, view: View, noise: Tensor | None, path: Path
+    logits: Tensor, verified: tuple[Tensor, Tensor], tree: Tree, view: View, noise: Tensor | None, path: Path,
+    allowed: Permits | None,
 ) -> Tensor:
     """Return [R, P] the lead of each chosen token over the next best in what was compared, in units of logits."""
     rows, nodes = verified
-    scored = filter_logits(logits, rows, nodes, tree, view.sampling)
+    scored = filter_logits(logits, rows, nodes, tree, view.sampling, allowed)
     scale = torch.ones(len(rows))
     if noise is not None:
         hot = torch.from_numpy(view.sampling.sampled)[rows]

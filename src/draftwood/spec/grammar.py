@@ -193,7 +193,6 @@ class Grammars:
         self._vocab = vocab
         self._lock = threading.Lock()
         self._special: Mapping[str, int] = {}
-        self._vocabulary: Vocabulary | None = None
         self._compiler: Any = None
         self._judge: Judge | None = None
         self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
@@ -207,15 +206,14 @@ class Grammars:
             need = "needs xgrammar: install it with `pip install draftwood[grammar]`"
             raise RequestError(f"{grammar.param} {need}", grammar.param)
         with self._lock:
-            self._prepare()
-            if (grammar.kind, grammar.text) not in self._kept:
-                assert self._vocabulary is not None
-                self._judge = self._judge or Judge(self._vocabulary)
-                fault = self._judge.ask(grammar.kind, grammar.text)
-                if fault:
-                    raise RequestError(f"{grammar.param} cannot be used: {fault[:300]}", grammar.param)
-                self._compiled(grammar)
+            judge, known = self._prepare(), (grammar.kind, grammar.text) in self._kept
             think = self._special.get("<think>")
+        if not known:
+            fault = judge.ask(grammar.kind, grammar.text)  # seconds, in which rows may start
+            if fault:
+                raise RequestError(f"{grammar.param} cannot be used: {fault[:300]}", grammar.param)
+            with self._lock:
+                self._compiled(grammar)
         return dataclasses.replace(grammar, reasoning=think is not None and len(prompt) > 0 and prompt[-1] == think)
 
     def start(self, grammar: Grammar) -> Constraint:
@@ -233,15 +231,17 @@ class Grammars:
         if self._judge is not None:
             self._judge.close()
 
-    def _prepare(self) -> None:
-        if self._compiler is None:
+    def _prepare(self) -> Judge:
+        """Load the vocabulary and xgrammar, the first time."""
+        if self._judge is None:
             tokens, self._special = self._load()
             # A byte that is in no UTF-8 text keeps grammars from spelling special tokens; they can only be named.
             special = set(self._special.values())
             marked = [b"\xff" + text if id in special else text for id, text in enumerate(tokens)]
             marked += [b""] * (self._vocab - len(marked))
-            self._vocabulary = Vocabulary(marked, self._stops)
-            self._compiler = compiler(self._vocabulary)
+            vocabulary = Vocabulary(marked, self._stops)
+            self._compiler, self._judge = compiler(vocabulary), Judge(vocabulary)
+        return self._judge
 
     def _compiled(self, grammar: Grammar) -> Any:
         key = (grammar.kind, grammar.text)

@@ -2,6 +2,7 @@
 
 Order at a node, always on the target's raw logits [V] in float32:
 
+0. what the row's grammar does not allow at the node: -inf.
 1. logit bias: added.
 2. penalties over the node's own path = history (prompt and generated tokens, the root included) + the node's ancestors
    below the root + itself. Repetition, for tokens of prompt or path: x / r if x > 0 else x * r. Frequency f and
@@ -28,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftwood.spec.grammar import Permits
 from draftwood.spec.noise import COLD
 from draftwood.spec.noise import gumbel as gumbel
 from draftwood.spec.rank import host, top
@@ -194,16 +196,22 @@ class Sampling:
 
 
 def choose(
-    logits: Tensor, rows: Tensor, nodes: Tensor, tree: Tree, sampling: Sampling, noise: Tensor | None
+    logits: Tensor,
+    rows: Tensor,
+    nodes: Tensor,
+    tree: Tree,
+    sampling: Sampling,
+    noise: Tensor | None,
+    permits: Permits | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the target's tokens [M] int64 and the log-probabilities [M] float32 of them under the raw logits.
 
-    logits [M, V] at the verified (rows, nodes) [M]; noise as `Sampling.noise` gives it.
+    logits [M, V] at the verified (rows, nodes) [M]; noise as `Sampling.noise` gives it; permits: what grammars allow.
     Raises ValueError when a sampled row comes without noise.
     """
     raw = host(logits.float())
     at, node = host(rows), host(nodes)
-    z = _filtered(raw, at, node, tree, sampling)
+    z = _filtered(raw if permits is None else permits.cut(raw), at, node, tree, sampling)
     hot = np.flatnonzero(sampling.sampled[at])
     if len(hot):
         if noise is None:
@@ -236,12 +244,15 @@ def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(ids), torch.from_numpy(values - _log_sum_exp(raw)[:, None])
 
 
-def filter_logits(logits: Tensor, rows: Tensor, nodes: Tensor, tree: Tree, sampling: Sampling) -> Tensor:
-    """Return the logits [M, V] that the choice is made from: steps 1 to 6 above, -inf where a filter removed a token.
+def filter_logits(
+    logits: Tensor, rows: Tensor, nodes: Tensor, tree: Tree, sampling: Sampling, permits: Permits | None = None
+) -> Tensor:
+    """Return the logits [M, V] that the choice is made from: steps 0 to 6 above, -inf where a filter removed a token.
 
     Greedy rows are not divided by a temperature and not truncated. The input is not changed.
     """
     raw = host(logits.float())
+    raw = raw if permits is None else permits.cut(raw)
     out = _filtered(raw, host(rows), host(nodes), tree, sampling)
     return torch.from_numpy(out.copy() if out is raw else out)
 
