@@ -152,8 +152,10 @@ def test_filters_penalties_and_bias_reach_the_engine(client, server):
     for filtered in ({"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0}):
         body = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 1, **filtered}
         assert server.complete(**body)["choices"][0]["text"] == greedy[0]
-    given = {"temperature": 0, "max_tokens": 50}
-    assert text(ask(client, PROMPTS[0], **given, frequency_penalty=2.0)) != text(ask(client, PROMPTS[0], **given))
+    for penalty in ({"repetition_penalty": 1.5}, {"frequency_penalty": 2.0}, {"presence_penalty": 2.0}):
+        body = {"prompt": PROMPTS[0], "max_tokens": 80, "temperature": 0}
+        plain, penalised = (server.complete(**body, **more)["choices"][0]["text"] for more in ({}, penalty))
+        assert penalised != plain and penalised[:30] == plain[:30]
     body = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0, "return_token_ids": True}
     first = server.complete(**body)["choices"][0]["token_ids"][0]
     assert first not in server.complete(**body, logit_bias={str(first): -100})["choices"][0]["token_ids"]

@@ -116,7 +116,7 @@ def test_more_than_rows_and_queue_hold_is_429_with_a_time_to_come_back():
         full = ask(server)
         assert full.status_code == 429 and full.json()["error"]["type"] == "rate_limit_error"
         assert 1 <= int(full.headers["retry-after"]) <= 60
-        assert server.metric("num_requests_running") == 2 and server.metric("num_requests_waiting") == 3
+        until(lambda: server.metric("num_requests_running") == 2 and server.metric("num_requests_waiting") == 3)
         llm.go.set()
         assert all(one.result().status_code == 200 for one in held)
         assert ask(server, n=6).status_code == 429, "all answers of a request are queued, or none"
