@@ -1,0 +1,181 @@
+"""Buffers, checks and launches of the accept kernels: `choose` (scan, decide, settle) and `walk`. Nothing waits for the host."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path as File
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwood.kernels import jit
+from draftwood.kernels.accept.ref import Nodes, Params, Path
+from draftwood.kernels.check import Variant
+from draftwood.kernels.tree.numbers import SEGMENT
+from draftwood.kernels.tree.ref import TOP
+
+_FOLDER = File(__file__).parent
+_NULL = np.uint64(0)
+_THREADS = {"scan": 256, "decide": 256, "settle": 1024, "walk": 32}
+_BLOCKS = {"scan": 2, "decide": 3, "settle": 1, "walk": 16}
+_SETTLE_BLOCKS = 264
+"""Nodes left open are few: two blocks for each multiprocessor look for them."""
+MOST_NODES, MOST_VOCAB = 65535, 32 * SEGMENT
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Fixed addresses for up to M verified nodes of R trees of N nodes. Results: choices int64 [M], scores float32 [M] (log-
+    probabilities); where int32 [R, N]: m of a verified node. Between kernels: raw, heat, best, lists, by node and segment."""
+
+    choices: Tensor
+    scores: Tensor
+    where: Tensor
+    raw: Tensor
+    heat: Tensor
+    best: Tensor
+    lists: Tensor
+
+
+def allocate(most: int, rows: int, nodes: int, vocab: int, device: torch.device | str) -> Buffers:
+    """Make the buffers. Raises ValueError for sizes beyond the kernels'."""
+    if not 1 <= most <= MOST_NODES or vocab % 8 or not 8 <= vocab <= MOST_VOCAB or rows < 1 or nodes < 1:
+        raise ValueError(
+            f"1 to {MOST_NODES} verified nodes, a vocabulary of 8 to {MOST_VOCAB} in steps of 8, rows and nodes; "
+            f"not {most}, {vocab}, {rows} and {nodes}"
+        )
+    make = functools.partial(torch.zeros, device=device)
+    segments = -(-vocab // SEGMENT)
+    return Buffers(
+        choices=make(most, dtype=torch.int64), scores=make(most), where=make((rows, nodes), dtype=torch.int32),
+        raw=make((most, segments, 2)), heat=make((most, segments, 2)), best=make((most, segments), dtype=torch.int64),
+        lists=make((most, segments, TOP), dtype=torch.int64),
+    )  # fmt: skip
+
+
+def allocate_path(rows: int, width: int, device: torch.device | str) -> Path:
+    """Make the output of `walk`."""
+    make = functools.partial(torch.zeros, dtype=torch.int64, device=device)
+    each = (rows, width)
+    return Path(make(each), make(rows), make(each), make(rows), make(rows), make(each, dtype=torch.float32), make(each))
+
+
+def _source(entry: str, wide: int = 1) -> jit.Source:
+    return jit.Source(_FOLDER / f"{entry}.cu", entry, {} if entry == "walk" else {"WIDE": wide})
+
+
+def variants() -> list[Variant]:
+    """Everything the launchers choose."""
+    forms = [(entry, wide) for entry in ("scan", "decide", "settle") for wide in (0, 1)] + [("walk", 1)]
+    return [Variant(_source(*form), _THREADS[form[0]], blocks=_BLOCKS[form[0]]) for form in forms]
+
+
+@functools.cache
+def _kernel(entry: str, wide: int, device: int) -> jit.Kernel:
+    return jit.Kernel(_source(entry, wide), device)
+
+
+def choose(
+    logits: Tensor,
+    at: Nodes,
+    params: Params,
+    buffers: Buffers,
+    live: Tensor | None = None,
+    logprobs: bool = True,
+    filters: bool = True,
+    pdl: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Choose at every verified node on torch's current stream; see ref.choose. Returns buffers.choices and buffers.scores.
+
+    logits [M, V] float32 or bf16; live int32 [1] on the device: how many of the M nodes are real. logprobs: whether scores are
+    wanted. filters: False only if no row of the batch has min-p, top-k or top-p: one launch less. Raises ValueError for tensors
+    that do not fit.
+    """
+    m, v = logits.shape
+    _check(logits, at, params, buffers, live)
+    if m == 0:
+        return buffers.choices, buffers.scores
+    segments, wide, device = -(-v // SEGMENT), int(logits.dtype == torch.float32), logits.device.index or 0
+    step = (
+        logits, at.rows, at.nodes, _or_null(live), params.numbers, params.top_k, params.seeds, at.lengths, at.tokens, at.parents,
+        at.depths, _or_null(at.forced), _or_null(params.bias_ptr), _or_null(params.bias_ids), _or_null(params.bias_values),
+        _or_null(params.history), _or_null(params.history_rows), np.int64(logits.stride(0)), np.int32(at.tokens.shape[1]),
+        np.int32(v), np.int32(segments), np.int32(logprobs),
+    )  # fmt: skip
+    b = buffers
+    _kernel("scan", wide, device)((segments, m), _THREADS["scan"], (*step, b.raw, b.heat, b.best, b.lists), pdl=pdl)
+    decided = (b.choices, b.scores)
+    _kernel("decide", wide, device)(m, _THREADS["decide"], (*step, b.raw, b.heat, b.best, b.lists, *decided, b.where), pdl=pdl)
+    if filters:
+        _kernel("settle", wide, device)(
+            min(m, _SETTLE_BLOCKS), _THREADS["settle"], (*step, b.raw, b.heat, b.lists, *decided, np.int32(m)), pdl=pdl
+        )
+    return decided
+
+
+def walk(
+    at: Nodes, counts: Tensor, buffers: Buffers, out: Path, rows: Tensor | None = None, logprobs: bool = True, pdl: bool = True
+) -> Path:
+    """Walk R = len(counts) rows along what `choose` left in the buffers, into the first R rows of `out`; see ref.walk.
+
+    counts int64 [R]: live nodes; rows int32 [1] on the device: how many of the R are real. Raises ValueError.
+    """
+    r, n = len(counts), at.tokens.shape[1]
+    _fits("counts", counts, torch.int64, (r,))
+    _fits("rows", rows, torch.int32, (1,))
+    for name, x in (("tokens", at.tokens), ("parents", at.parents)):
+        _fits(name, x[:r], torch.int64, (r, n))
+    _fits("forced", None if at.forced is None else at.forced[:r], torch.uint8, (r,))
+    width = out.nodes.shape[1]
+    if out.nodes.shape[0] < r or width < 1 or buffers.where.shape[0] < r or buffers.where.shape[1] != n:
+        raise ValueError(f"{r} trees of {n} nodes, paths for {tuple(out.nodes.shape)}, buffers for {tuple(buffers.where.shape)}")
+    if r == 0:
+        return out
+    _kernel("walk", 1, counts.device.index or 0)(
+        r, _THREADS["walk"],
+        (at.tokens, at.parents, counts, _or_null(at.forced), _or_null(rows), buffers.where, buffers.choices,
+         buffers.scores if logprobs else _NULL, np.int32(n), np.int32(width), out.nodes, out.counts, out.tokens, out.emitted, out.final,
+         out.logprobs, out.chosen),
+        pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def _or_null(x: Tensor | None) -> Tensor | np.uint64:
+    return _NULL if x is None else x
+
+
+def _fits(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if x is not None and (x.dtype != dtype or tuple(x.shape) != shape or not x.is_contiguous()):
+        raise ValueError(f"{name} must be {dtype} {shape} contiguous; it is {x.dtype} {tuple(x.shape)}, strides {x.stride()}")
+
+
+def _check(logits: Tensor, at: Nodes, params: Params, buffers: Buffers, live: Tensor | None) -> None:
+    m, v = logits.shape
+    if logits.dtype not in (torch.bfloat16, torch.float32) or logits.stride(1) != 1 or logits.stride(0) % 8 or logits.data_ptr() % 16:
+        raise ValueError(f"logits must be float32 or bf16 in rows on 16 bytes; they are {logits.dtype}, strides {logits.stride()}")
+    r, n = at.tokens.shape
+    for name, x in (("tokens", at.tokens), ("parents", at.parents), ("depths", at.depths)):
+        _fits(name, x, torch.int64, (r, n))
+    for name, x, size in (("rows", at.rows, m), ("nodes", at.nodes, m), ("lengths", at.lengths, r), ("seeds", params.seeds, r)):
+        _fits(name, x, torch.int64, (size,))
+    _fits("forced", at.forced, torch.uint8, (r,))
+    _fits("live", live, torch.int32, (1,))
+    _fits("numbers", params.numbers, torch.float32, (r, 8))
+    _fits("top_k", params.top_k, torch.int32, (r,))
+    _fits("bias_ptr", params.bias_ptr, torch.int32, (r + 1,))
+    _fits("history_rows", params.history_rows, torch.int32, (r,))
+    if params.history is not None:
+        _fits("history", params.history, torch.int32, (params.history.shape[0], v))
+    if (params.history is None) != (params.history_rows is None) or (params.bias_ptr is None) != (params.bias_ids is None):
+        raise ValueError("history goes with history_rows, and bias_ptr with bias_ids and bias_values")
+    sizes = (len(buffers.choices), *buffers.where.shape, buffers.raw.shape[1])
+    if sizes[0] < m or sizes[1] < r or sizes[2] != n or sizes[3] != -(-v // SEGMENT):
+        raise ValueError(f"{m} choices in {r} trees of {n} nodes over {v} tokens do not fit buffers for {sizes}")
+
+
+def bytes_moved(nodes: int, vocab: int, itemsize: int = 4) -> int:
+    """Bytes that must move: the logits once, the choices out."""
+    return nodes * (vocab * itemsize + 12)

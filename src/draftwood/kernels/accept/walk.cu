@@ -1,0 +1,58 @@
+// The walk: a warp per row. From the root, follow the child that holds the chosen token; the first choice without a child is last.
+// Chains of known tokens (forced rows) keep every node and emit the last node's choice. Grid (R), 32 threads.
+#include "../rounded.cuh"
+
+// tokens, parents [R][N], counts [R]; where [R][N] -> m, choices and scores [M] as `decide` leaves them. Outputs padded with -1 (scores
+// 0): path [R][P], accepted [R], emitted_tokens [R][P], emitted [R], final [R], logprobs [R][P], chosen [R][P] (m of each emitted token).
+// A walk ends after P nodes at the latest: what it commits is a choice all the same.
+extern "C" __global__ void __launch_bounds__(32)
+walk(const long long* tokens, const long long* parents, const long long* counts, const unsigned char* forced, const int* rows,
+     const int* where, const long long* choices, const float* scores, int N, int P, long long* path, long long* accepted,
+     long long* emitted_tokens, long long* emitted, long long* final, float* logprobs, long long* chosen) {
+  const int r = blockIdx.x, lane = threadIdx.x;
+  pdl_wait();
+  pdl_go();
+  if (rows && r >= load_int(rows)) return;
+  const long long at = (long long)r * N, to = (long long)r * P;
+  const int n = (int)load_long(counts + r);
+  int length = 0, steps = 0, last = 0;
+  if (forced && forced[r]) {
+    length = n;
+    last = where[at + n - 1];
+    for (int i = lane; i < min(n, P); i += 32) path[to + i] = i;
+    if (lane == 0) {
+      emitted_tokens[to] = choices[last];
+      logprobs[to] = scores ? scores[last] : 0.f;
+      chosen[to] = last;
+    }
+    steps = 1;
+  } else {
+    int node = 0;
+    while (true) {
+      last = where[at + node];
+      const long long token = choices[last];
+      if (lane == 0) {
+        path[to + length] = node;
+        emitted_tokens[to + length] = token;
+        logprobs[to + length] = scores ? scores[last] : 0.f;
+        chosen[to + length] = last;
+      }
+      length++;
+      if (length == P) break;
+      int next = 0;
+      for (int i = node + 1; i < n && !next; i += 32) {                // children stand behind their parent; the first one counts
+        const bool match = i + lane < n && parents[at + i + lane] == node && tokens[at + i + lane] == token;
+        const u32 all = __ballot_sync(ALL_LANES, match);
+        if (all) next = i + __popc((all & (0u - all)) - 1);            // its lowest bit
+      }
+      if (!next) break;
+      node = next;
+    }
+    steps = length;
+  }
+  for (int i = lane; i < P; i += 32) {
+    if (i >= length) path[to + i] = -1;
+    if (i >= steps) { emitted_tokens[to + i] = -1; logprobs[to + i] = 0.f; chosen[to + i] = -1; }
+  }
+  if (lane == 0) { accepted[r] = length; emitted[r] = steps; final[r] = choices[last]; }
+}
