@@ -25,8 +25,11 @@ def _flag(default: Any, help: str, **extra: Any) -> Any:
 
 
 def parse_budget(text: str) -> int | str:
-    """Return "auto" or the number in `text`; argparse reports anything else."""
-    return "auto" if text == "auto" else int(text)
+    """Return "auto" or the number in `text`. Raises ArgumentTypeError, which argparse reports, for anything else."""
+    try:
+        return "auto" if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,15 @@
-"""How results are shown: an aligned table, one line of JSON, and a bar of progress. Only commands call this."""
+"""How results are shown: an aligned table, one line of JSON, and a bar of progress; and readers that stop reading.
+
+Only commands call this.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -45,6 +50,18 @@ def show(text: str) -> None:
     """Write a result to stdout, now."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def closed_pipe_is_fine() -> Iterator[None]:
+    """End quietly when the reader of stdout or stderr has gone (`| head -1`): it has read what it wanted."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; give what is left a place that takes it.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def note(text: str) -> None:

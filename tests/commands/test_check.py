@@ -1,6 +1,8 @@
 """`check` passes only what is identical or a near-tie, and covers every combination it was asked for."""
 
 import json
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +88,16 @@ def test_no_difference_is_exit_0(monkeypatch, capsys):
     assert line["near_tie_bound"] == NEAR_TIE
 
 
+@pytest.mark.parametrize(("budgets", "code"), [("8", 1), ("4", 0)])
+def test_a_reader_that_has_gone_changes_neither_code_nor_ends_in_a_traceback(monkeypatch, budgets, code):
+    fake = SimpleNamespace(fitting=lambda _: 1, spread=lambda options, jobs, work, tasks: ((t, wrong(None, t)) for t in tasks))
+    monkeypatch.setattr(check, "workers", fake)
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(write, "w"))
+    assert cli.main(["check", "nano", "--prompts", "2", "--batch", "1", "--temperatures", "0", "--budgets", budgets]) == code
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -97,6 +109,8 @@ def test_no_difference_is_exit_0(monkeypatch, capsys):
         ("--max-tokens", "0"),
         ("--draft", "none"),
         ("--tp", "3"),
+        ("--jobs", "-1"),
+        ("--jobs", "2", "--tp", "2"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(capsys, flags):

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from draftwood import report
 from draftwood.commands import console
 
 
@@ -33,7 +34,7 @@ def test_a_closed_pipe_ends_quietly(monkeypatch):
     read, write = os.pipe()
     os.close(read)
     monkeypatch.setattr(sys, "stdout", os.fdopen(write, "w"))
-    with console.closed_pipe_is_fine():
+    with report.closed_pipe_is_fine():
         console.write("x" * 100_000)
     sys.stdout.write("more")
     sys.stdout.flush()

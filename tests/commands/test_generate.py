@@ -103,6 +103,7 @@ def test_control_tokens_in_a_prompt_are_text_unless_asked_for(capsys, model):
         (["-p", "a\udcff"], "lone surrogate"),
         (["-p", "the end " * 600], "context holds 512"),
         (["-p", "a", "--tree-budget", "65"], "--tree-budget 65"),
+        (["-p", "a", "--tree-budget", "many"], "'many' is neither a whole number nor auto"),
         (["-p", "a", "--temperature", "-1"], "temperature"),
         (["-p", "a", "--topk-cap", "0"], "--topk-cap 0"),
         (["-p", "a", "--draft-block", "16"], "blocks of at most 8"),

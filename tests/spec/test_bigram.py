@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from safetensors import torch as torch_file
 from safetensors.numpy import save_file
 
 from draftwood.errors import ConfigError
@@ -43,6 +45,7 @@ def test_scores_are_the_entries_and_the_rows_base_elsewhere(tmp_path, width):
         ({"vals": np.array([1.0], np.float16)}, "values"),
         ({"vals": np.array([1.0, np.nan, 0.0], np.float16)}, "finite"),
         ({"base": np.zeros(5, np.float16)}, "5 tokens"),
+        ({"base": np.zeros((4, 1), np.float16)}, "no vector"),
     ],
 )
 def test_a_broken_table_is_refused_in_one_line(tmp_path, changed, words):
@@ -54,8 +57,10 @@ def test_a_broken_table_is_refused_in_one_line(tmp_path, changed, words):
 
 def test_missing_truncated_and_foreign_files_are_refused_in_one_line(tmp_path):
     save_file({"weights": np.zeros(3)}, tmp_path / "foreign.safetensors")
+    torch_file.save_file({"row_ptr": torch.zeros(5, dtype=torch.bfloat16)}, tmp_path / "weights.safetensors")
     (tmp_path / "short.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{}")
-    for name, words in (("none", "cannot be read"), ("short", "cannot be read"), ("foreign", "row_ptr")):
+    faults = {"none": "cannot be read", "short": "cannot be read", "foreign": "row_ptr", "weights": "cannot be read"}
+    for name, words in faults.items():
         with pytest.raises(ConfigError, match=words) as caught:
             Bigram.load(tmp_path / f"{name}.safetensors", 4)
         assert "\n" not in str(caught.value)

@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
         rows = bench.measure(budgets, args.repeat)
         if args.temperature > 0 and world == 1 and options.noise != "none":
             bench.compare_noise(rows)
-        _tell(llm, rows, args)
+        with report.closed_pipe_is_fine():
+            _tell(llm, rows, args)
     return 0
 
 

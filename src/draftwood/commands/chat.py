@@ -17,6 +17,7 @@ from draftwood.commands.generate import summary
 from draftwood.config import add_options, options_from
 from draftwood.engine.request import SamplingParams, add_sampling, sampling_from
 from draftwood.errors import RequestError
+from draftwood.report import closed_pipe_is_fine
 
 if TYPE_CHECKING:
     from draftwood.llm import LLM
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         if llm.rank > 0:
             llm.follow()
             return 0
-        with console.closed_pipe_is_fine():
+        with closed_pipe_is_fine():
             if sys.stdin.isatty():
                 console.say(console.dim(f"{llm.plan.model_path}   {HELP}", sys.stderr))
             Conversation(llm, params, args.system, args.thinking).run(_read)

@@ -27,6 +27,7 @@ NEAR_TIE = 1e-3
 """Most logits between the best two scores of a token that two runs may choose differently."""
 SHOWN = 20
 """Differences shown one by one."""
+MAX_JOBS = 256
 _SHARE = 4
 """Prompts of a task, about: small, so that no worker waits long for another."""
 ENGINE = (
@@ -157,10 +158,14 @@ def run(args: argparse.Namespace) -> int:
     budgets = report.numbers("--budgets", args.budgets, int, 0, MAX_BUDGET)
     temperatures = report.numbers("--temperatures", args.temperatures, float, 0.0, 100.0)
     batches = report.numbers("--batch", args.batch, int, 1, 64)
+    if not 0 <= args.jobs <= MAX_JOBS:
+        raise ConfigError(f"--jobs {args.jobs} is outside 0..{MAX_JOBS}; choose a value in that range")
     chosen = samples.first(args.prompts)
     for temperature in temperatures:
         SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=args.seed)
     options = dataclasses.replace(options_from(args), tree_budget=max(budgets), max_num_seqs=max(batches))
+    if args.jobs and options.tp * options.ep > 1:
+        raise ConfigError(f"--jobs {args.jobs}: the ranks of --tp and --ep work as one; leave --jobs out")
     code = ranks.start(args, options)
     if code is not None:
         return code
@@ -181,7 +186,9 @@ def run(args: argparse.Namespace) -> int:
         done = _collect(workers.spread(options, min(jobs, len(tasks)), answers, tasks), tasks)
     tallies, lines = tally(chosen, done)
     setting = {"model": options.model, "prompts": len(chosen), "max_tokens": args.max_tokens, "seed": args.seed}
-    return _tell(tallies, lines, setting, time.monotonic() - began, args.json)
+    with report.closed_pipe_is_fine():
+        _tell(tallies, lines, setting, time.monotonic() - began, args.json)
+    return 0 if not any(t.different for t in tallies) else 1
 
 
 def plan_tasks(
@@ -245,8 +252,8 @@ def tally(chosen: Sequence[samples.Sample], done: Sequence[tuple[Task, list[Answ
     return list(tallies.values()), lines
 
 
-def _tell(tallies: list[Tally], lines: list[str], setting: dict[str, Any], seconds: float, json: bool) -> int:
-    """Print the differences, the table and the sum; return the exit code."""
+def _tell(tallies: list[Tally], lines: list[str], setting: dict[str, Any], seconds: float, json: bool) -> None:
+    """Print the differences, the table and the sum."""
     for line in lines[:SHOWN]:
         report.note(line)
     if len(lines) > SHOWN:
@@ -263,4 +270,3 @@ def _tell(tallies: list[Tally], lines: list[str], setting: dict[str, Any], secon
         widest = max((t.widest for t in tallies), default=0.0)
         bounds = {"near_tie_bound": NEAR_TIE, "widest_near_tie": widest, "seconds": round(seconds, 1)}
         report.show(report.json_line({**sums, **setting, **bounds, "rows": rows}))
-    return 0 if sums["different"] == 0 else 1

@@ -1,11 +1,9 @@
-"""What the terminal commands share: lists of facts, dim text, and readers that stop reading."""
+"""What the terminal commands share: lists of facts and dim text."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from draftwood import env
@@ -23,18 +21,6 @@ def write(text: str, end: str = "") -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     sys.stdout.write((text + end).encode(encoding, errors="backslashreplace").decode(encoding))
     sys.stdout.flush()
-
-
-@contextlib.contextmanager
-def closed_pipe_is_fine() -> Iterator[None]:
-    """End quietly when the reader of stdout or stderr has gone (`| head -1`): it has read what it wanted."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit; give what is left a place that takes it.
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def coloured(stream: TextIO) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from draftwood import __version__, env
 from draftwood.commands import console
-from draftwood.report import json_line
+from draftwood.report import closed_pipe_is_fine, json_line
 
 PACKAGES = (
     "torch", "numpy", "safetensors", "tiktoken", "jinja2", "huggingface_hub", "rich", "tokenizers", "transformers",
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the findings as a table, then as one JSON line."""
     found = findings()
-    with console.closed_pipe_is_fine():
+    with closed_pipe_is_fine():
         for title, values in found.items():
             console.write(f"{title}\n")
             rows = values.items() if isinstance(values, dict) else [(v["name"], _device(v)) for v in values]

@@ -13,7 +13,7 @@ from draftwood.commands.prompts import read_prompts
 from draftwood.commands.trees import Drawing, draw
 from draftwood.config import add_options, options_from
 from draftwood.engine.request import SamplingParams, add_sampling, sampling_from
-from draftwood.report import json_line
+from draftwood.report import closed_pipe_is_fine, json_line
 
 if TYPE_CHECKING:
     from draftwood.llm import LLM, Completion
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         if llm.rank > 0:
             llm.follow()
             return 0
-        with console.closed_pipe_is_fine():
+        with closed_pipe_is_fine():
             _generate(llm, prompts, params, args)
     return 0
 

@@ -13,7 +13,7 @@ from draftwood import plan
 from draftwood.commands import console
 from draftwood.config import Options, Plan, add_options, options_from
 from draftwood.model import costs
-from draftwood.report import json_line, table
+from draftwood.report import closed_pipe_is_fine, json_line, table
 
 ROWS = (1, 8, 32, 128)
 NODES = (1, 9, 17, 33, 65)
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     device = _device(options, args.hardware)
     made = plan.decide(options, checkpoint, device, strict=False)
     steps = _steps(made, checkpoint)
-    with console.closed_pipe_is_fine():
+    with closed_pipe_is_fine():
         console.write(_show(made, device, checkpoint, steps), end="\n")
         console.write(json_line(_record(made, device, steps)), end="\n")
     return 0

@@ -43,11 +43,13 @@ class Bigram:
         """
         try:
             tensors = load_file(str(path))
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, TypeError) as error:  # TypeError: a type that numpy lacks
             raise ConfigError(f"previous-token table {path} cannot be read ({error}); pass --bigram none or another file") from None
         missing = [name for name in _TENSORS if name not in tensors]
         if missing:
             raise ConfigError(f"previous-token table {path} has no tensor {missing[0]!r}; pass --bigram none or another file")
+        if any(tensors[name].ndim != 1 for name in _TENSORS):
+            raise ConfigError(f"previous-token table {path} has a tensor that is no vector; pass --bigram none or another file")
         row_ptr, cols = tensors["row_ptr"].astype(np.int64), tensors["cols"].astype(np.int64)
         vals, base = tensors["vals"].astype(np.float32), tensors["base"].astype(np.float32)
         if len(base) != vocab_size or len(row_ptr) != vocab_size + 1:
