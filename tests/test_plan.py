@@ -175,8 +175,25 @@ def test_planning_does_not_load_torch():
 def test_a_cpu_clears_memory_for_few_rows_unless_more_are_asked_for():
     cpu = Device("cpu", "cpu", 1 << 42)
     assert made(cpu).max_num_seqs == plan.CPU_ROWS
-    assert made(cpu, max_num_seqs=64).max_num_seqs == 64
+    for rows in (1, 64, plan.ROWS):
+        assert made(cpu, max_num_seqs=rows).max_num_seqs == rows
     assert made(BIG).max_num_seqs == 128
+
+
+def test_no_context_is_longer_than_the_drafter_knows(tmp_path):
+    folder = write_checkpoint(tmp_path)
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**K2_6_DRAFT, "max_position_embeddings": 1000}))
+
+    def planned(**options):
+        asked = Options(model=folder, **options)
+        return decide(asked, find(asked), BIG)
+
+    assert (planned().max_model_len, planned().window) == (1000, 1000)
+    assert planned().notes == ("the drafter knows 1000 positions: that is the context, of the model's 262144",)
+    assert planned(max_model_len=1000).notes == ()
+    assert planned(draft="none").max_model_len == planned(tree_budget=0).max_model_len == 262144
+    with pytest.raises(ConfigError, match="--max-model-len 1001 is above the 1000 positions of the drafter"):
+        planned(max_model_len=1001)
 
 
 def test_a_cap_that_keeps_trees_below_their_budget_is_said():

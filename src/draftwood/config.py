@@ -64,7 +64,7 @@ class Options:
     max_model_len: int | None = _flag(
         None, "most tokens of prompt and answer (default: what the model allows and memory holds)", parse=int
     )
-    max_num_seqs: int = _flag(128, "most requests that run together", parse=int)
+    max_num_seqs: int | None = _flag(None, "most requests that run together (default: 8 on a CPU, else 128)", parse=int)
     max_num_batched_tokens: int = _flag(512, "most prompt tokens in a step", parse=int)
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Options:
         self._between("tp", self.tp, 1, 64)
         self._between("ep", self.ep, 1, 64)
         self._between("max-model-len", self.max_model_len, 2, 1 << 22, skip=None)
-        self._between("max-num-seqs", self.max_num_seqs, 1, 1024)
+        self._between("max-num-seqs", self.max_num_seqs, 1, 1024, skip=None)
         self._between("max-num-batched-tokens", self.max_num_batched_tokens, PAGE_SIZE, 1 << 16)
         for f in dataclasses.fields(self):
             choices = f.metadata.get("choices")

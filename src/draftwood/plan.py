@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ from draftwood.model.config import BUILTIN, DrafterConfig, ModelConfig, check_pa
 from draftwood.parallel.layout import Layout, check_layout
 
 DEFAULT_BLOCK = 8
-CPU_ROWS = 8
-"""Requests that run together on a CPU unless --max-num-seqs says otherwise: memory for more is cleared at every start
-(4 s for 128 rows of nano) and two cores gain nothing from it."""
+ROWS, CPU_ROWS = 128, 8
+"""Requests that run together on a GPU and on a CPU unless --max-num-seqs says otherwise: on a CPU memory for more is
+cleared at every start (4 s for 128 rows of nano) and two cores gain nothing from it."""
 LEAST_CONTEXT = 256
 """A default context is never cut below this many tokens to fit memory; the plan is refused instead."""
 SHOWN_CONTEXT = 4096
@@ -193,8 +192,8 @@ class _Planner:
         check_layout(self.config, drafter, options.tp, options.ep)
         block = self._block(drafter)
         budget = self._max_budget(drafter)
-        context = self._context()
-        window = min(options.draft_window, context, drafter.max_position if drafter else context)
+        context = self._context(drafter)
+        window = min(options.draft_window, context)
         rows, fixed = self._rows(drafter, block, window, budget)
         pages, context = self._pages(rows, context, budget, fixed)
         page_bytes = PAGE_SIZE * costs.kv_bytes_per_token(self.config, self.itemsize)
@@ -260,11 +259,18 @@ class _Planner:
             return 0
         return MAX_BUDGET if isinstance(asked, str) else asked
 
-    def _context(self) -> int:
+    def _context(self, drafter: DrafterConfig | None) -> int:
+        """The context asked for, else all positions that target and drafter both know."""
         asked, most = self.options.max_model_len, self.config.max_position
         if asked is not None and asked > most:
             raise ConfigError(f"--max-model-len {asked} is above the {most} positions of this model; ask for less")
-        return asked or most
+        if drafter is None or drafter.max_position >= (asked or most):
+            return asked or most
+        known = drafter.max_position
+        if asked is not None:
+            raise ConfigError(f"--max-model-len {asked} is above the {known} positions of the drafter; ask for less, or --draft none")
+        self.notes.append(f"the drafter knows {known} positions: that is the context, of the model's {most}")
+        return known
 
     def _fixed(self, drafter: DrafterConfig | None, block: int, window: int, budget: int, rows: int) -> costs.Table:
         """Bytes of a rank that do not grow with the pages."""
@@ -321,9 +327,7 @@ class _Planner:
         return most, context
 
     def _asked_rows(self) -> int:
-        asked = self.options.max_num_seqs
-        default = next(f.default for f in dataclasses.fields(Options) if f.name == "max_num_seqs")
-        return CPU_ROWS if self.device.kind == "cpu" and asked == default else asked
+        return self.options.max_num_seqs or (CPU_ROWS if self.device.kind == "cpu" else ROWS)
 
     def _refuse(self, fault: str) -> None:
         if self.strict:
