@@ -197,6 +197,13 @@ class Grammars:
         self._judge: Judge | None = None
         self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
+    def warm(self) -> None:
+        """Do now what the first grammar would wait for: seconds. Nothing where xgrammar is not installed."""
+        if importlib.util.find_spec("xgrammar") is not None:
+            with self._lock:
+                judge = self._prepare()
+            judge.warm()
+
     def check(self, grammar: Grammar, prompt: Sequence[int]) -> Grammar:
         """Return the grammar as the request needs it after `prompt`. Raises RequestError for one that cannot be used.
 

@@ -8,6 +8,7 @@ Run as a program, this module is that process.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import random
 import resource
@@ -144,6 +145,11 @@ class Judge:
             self._start(wait=False)  # the next grammar need not wait for the imports
             return f"it takes longer than {TRY_SECONDS:g} seconds to compile; make it simpler" if late else "it is too large"
 
+    def warm(self) -> None:
+        """Start the process and wait for it, so that the first grammar does not have to. Raises DraftwoodError."""
+        with self._lock:
+            self._start()
+
     def _start(self, wait: bool = True) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
@@ -151,7 +157,7 @@ class Judge:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=inherit(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
+                env=inherit(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
             )
             self._ready = False
         if wait and not self._ready:
