@@ -41,7 +41,8 @@ who is speaking), written for this project. Acceptance on such requests says not
 Committed tokens per target forward, the finally chosen one included, on prompts from held-out packages ({prompts} pieces of
 text, {prompts} chats). Each cell: all text / text before any loop (a text loops when a period repeats to its end). "chain" is the
 drafter's likeliest chain of block - 1 tokens, without a tree. "table": the previous-token table `draft/bigram.safetensors`,
-alpha {alpha}. Shared noise: scaled by depth, 1 then {beta}.
+alpha {alpha}. "noise": what the drafter adds at T > 0: nothing, noise of its own, or the target's (shared); scaled by
+depth, 1 then {beta}.
 
 {accept}
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwood import report
 from draftwood.errors import ConfigError
 from draftwood.model.config import read_drafter_config
 from draftwood.train import export, offline
@@ -30,7 +31,8 @@ from draftwood.train.target import held_out_losses
 
 BUDGETS = (4, 7, 8, 16, 32, 64)
 ALPHA = 0.6  # weight of the previous-token table
-NOISES: dict[str, tuple[float, float] | None] = {"own": None, "shared": (1.0, 0.75)}
+BETA = (1.0, 0.75)  # scale of the drafter's noise at depth 1 and below
+OWN_SEEDS = 1 << 30  # added to the texts' seeds for noise that is the drafter's own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=int, default=384, help="most tokens of an answer; text rows are scored on 2/3 of it")
     parser.add_argument("--held-rows", type=int, default=256, help="windows of 1024 tokens for each held-out loss")
     parser.add_argument("--temperatures", default="0,0.6,1", help="comma-separated")
-    parser.add_argument("--blocks", default="8,16", help="comma-separated, of 8 and 16")
+    parser.add_argument("--blocks", default="8,16", help="comma-separated, up to the drafter's own")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=5)
 
@@ -137,11 +139,13 @@ def study(
     net: TargetNet, drafter: DrafterNet, text: Text, temperature: float, seeds: Tensor, width: int,
     bigram: Tensor | None, dtype: torch.dtype,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Every kind of tree of one block size at one temperature."""
+    """Every kind of tree of one block size at one temperature. Noises have the names of --noise."""
     spans = [np.arange(a, b) for a, b in zip(text.first, text.stop, strict=True)]
     roots = Roots(np.repeat(np.arange(len(spans)), [len(s) for s in spans]), np.concatenate(spans))
-    noises: dict[str, tuple[float, float] | None] = {"none": None} if temperature == 0 else NOISES
-    guesses = offline.guess(net, drafter, text.ids, roots, width, temperature, seeds, noises, dtype)
+    noises: dict[str, offline.Noise | None] = {"none": None}
+    if temperature > 0:
+        noises |= {"own": (seeds + OWN_SEEDS, BETA), "shared": (seeds, BETA)}
+    guesses = offline.guess(net, drafter, text.ids, roots, width, temperature, noises, dtype)
     out = []
     for noise, g in guesses.items():
         for table in (None, bigram) if bigram is not None else (None,):
@@ -194,25 +198,14 @@ def find_bigram(args: argparse.Namespace) -> Path | None:
     return None
 
 
-def numbers(option: str, text: str) -> list[float]:
-    """A comma-separated list. ConfigError for anything else."""
-    try:
-        return [float(t) for t in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{option} {text!r} is not a comma-separated list of numbers; for example 0,0.6,1") from None
-
-
 def run(args: argparse.Namespace) -> int:
     device, dtype = device_of(args.device)
     torch.manual_seed(args.seed)
     taps = read_drafter_config(args.model / "draft").taps
     net = export.load_target(args.model, taps, device, dtype)
     drafter = export.load_drafter(args.model / "draft", net.shape, device)
-    blocks, temperatures = [int(b) for b in numbers("--blocks", args.blocks)], numbers("--temperatures", args.temperatures)
-    if not set(blocks) <= set(range(2, drafter.draft.block + 1)) or min(temperatures) < 0:
-        raise ConfigError(
-            f"--blocks {args.blocks} --temperatures {args.temperatures}: blocks go up to {drafter.draft.block}, temperatures from 0"
-        )
+    blocks = report.numbers("--blocks", args.blocks, int, 2, drafter.draft.block)
+    temperatures = report.numbers("--temperatures", args.temperatures, float, 0.0, 100.0)
     held = load_tokens(args.data, net.shape, device, held=True)
     path = find_bigram(args)
     bigram = offline.dense_bigram(path, net.shape.vocab, device) if path else None
@@ -235,7 +228,7 @@ def run(args: argparse.Namespace) -> int:
     facts = headline(lines, chat, losses)
     everything = {
         **facts, "chat": chat, "accept": lines, "prompts_of_each_kind": args.rows, "seconds": round(time.monotonic() - began, 1),
-        "bits_per_char": bits_per_char(losses["held"], args.data), "alpha": ALPHA, "beta": NOISES["shared"],
+        "bits_per_char": bits_per_char(losses["held"], args.data), "alpha": ALPHA, "beta": BETA,
     }  # fmt: skip
     export.write_json(args.out, everything)
     show(lines)

@@ -19,6 +19,8 @@ from draftwood.errors import ConfigError
 from draftwood.train.generate import keyed_gumbel
 from draftwood.train.network import DrafterNet, TargetNet, linear
 
+Noise = tuple[Tensor, tuple[float, float]]
+"""What the drafter adds at temperature > 0: seeds [S] of the texts, and the scale of the noise by depth."""
 NEVER = 10**6
 NOTHING = -1e30
 
@@ -58,7 +60,7 @@ class Guesses:
 
 
 def noise_scale(depth: int, beta: tuple[float, float], device: torch.device) -> Tensor:
-    """Scale of the shared noise by depth [D, 1]: beta[0] at depth 1, beta[1] below."""
+    """Scale of the drafter's noise by depth [D, 1]: beta[0] at depth 1, beta[1] below."""
     out = torch.full((depth, 1), beta[1], device=device)
     out[0] = beta[0]
     return out
@@ -66,15 +68,16 @@ def noise_scale(depth: int, beta: tuple[float, float], device: torch.device) -> 
 
 @torch.no_grad()
 def guess(
-    net: TargetNet, drafter: DrafterNet, text: Tensor, roots: Roots, width: int, temperature: float, seeds: Tensor,
-    betas: dict[str, tuple[float, float] | None], dtype: torch.dtype, per_row: int = 32, rows: int = 16, top: int = 64,
+    net: TargetNet, drafter: DrafterNet, text: Tensor, roots: Roots, width: int, temperature: float,
+    noises: dict[str, Noise | None], dtype: torch.dtype, per_row: int = 32, rows: int = 16, top: int = 64,
 ) -> dict[str, Guesses]:  # fmt: skip
-    """Draft at every root. `betas`: name -> scale of the shared noise, None for none. text [S, L], seeds [S].
+    """Draft at every root. `noises`: by name, None for none. text [S, L].
 
-    Noise stays aligned: the token for position p gets the noise of (seed, p, token).
+    Noise stays aligned: the token for position p gets the noise of (seed, p, token), which is the target's own where
+    the seeds are those that the text was sampled with.
     """
     device, vocab, depth = text.device, net.shape.vocab, width - 1
-    parts: dict[str, list[tuple[Tensor, ...]]] = {n: [] for n in betas}
+    parts: dict[str, list[tuple[Tensor, ...]]] = {n: [] for n in noises}
     order: list[np.ndarray] = []
     tokens = torch.arange(vocab, device=device)
     for chunk in chunks(roots, per_row, rows):
@@ -90,11 +93,12 @@ def guess(
         keep = torch.from_numpy(chunk[:, :, 2] >= 0).to(device)
         order.append(chunk[:, :, 2][chunk[:, :, 2] >= 0])
         base = logits if temperature == 0 else torch.log_softmax(logits / temperature, -1)
-        for name, beta in betas.items():
+        for name, noise in noises.items():
             score = base
-            if beta is not None and temperature > 0:
-                noise = keyed_gumbel(seeds[some][:, None, None, None], at[..., None], tokens)
-                score = base + noise_scale(depth, beta, device) * noise
+            if noise is not None and temperature > 0:
+                seeds, beta = noise
+                drawn = keyed_gumbel(seeds[some][:, None, None, None], at[..., None], tokens)
+                score = base + noise_scale(depth, beta, device) * drawn
             best, which = torch.log_softmax(score, -1).topk(min(top, vocab), -1)
             parts[name].append((best[keep], which[keep].int(), truth[keep], ids.gather(1, anchors)[keep]))
     back = torch.from_numpy(np.argsort(np.concatenate(order), kind="stable")).to(device)
