@@ -236,7 +236,7 @@ class Output:
     request_id: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
-    """Log-probability of each token under the filtered distribution it was chosen from; None when not asked for."""
+    """Log-probability of each token under the target's raw logits, before any filter; None when not asked for."""
     finish_reason: str | None
     """None while it runs; "stop", "length" or "abort" with its last tokens."""
     usage: Usage
