@@ -156,4 +156,4 @@ def test_nano_answers_in_json_with_its_trees():
             assert answers[0].token_ids == answers[1].token_ids
             found = json.loads(answers[0].text)
             assert set(found) == {"age", "colour"} and 0 <= found["age"] <= 99
-            assert answers[1].accept_length > 1.2 and answers[0].finish_reason == "stop"
+            assert answers[1].accept_length > 1.5 and answers[0].finish_reason == "stop"

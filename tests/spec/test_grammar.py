@@ -173,6 +173,24 @@ def test_permits_cut_the_logits_of_the_rows_that_have_a_grammar(grammars):
     assert permits([None] * 4, [True] * 4, tree, verified) is None
 
 
+@pytest.mark.parametrize("form", [*FORMATS, "tools"], ids=["json", "regex", "ebnf", "tools"])
+def test_a_lead_is_what_is_allowed_along_the_best_allowed_path_and_leaves_no_trace(grammars, form):
+    rng = np.random.default_rng(5)
+    constraint = begin(grammars, form)
+    for _ in range(5):
+        scores = rng.normal(size=(9, VOCAB)).astype(np.float32)
+        found, path = constraint.lead(scores), []
+        for depth in range(9):
+            assert set(np.flatnonzero(found[depth]).tolist()) == allowed(constraint, path)
+            path.append(int(np.where(found[depth], scores[depth], -np.inf).argmax()))
+        constraint.commit(path[:2])
+    assert constraint.lead(np.full((3, VOCAB), np.nan, np.float32)).shape == (3, VOCAB)
+    waiting = begin(grammars, form, reasoning=True)
+    assert not waiting.following
+    waiting.commit([CLOSE])
+    assert waiting.following
+
+
 def test_random_answers_fit_their_format(grammars):
     rng = random.Random(0)
     for form, fits in [

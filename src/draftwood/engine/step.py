@@ -6,6 +6,7 @@ Nothing is decided here about who runs, and nothing here knows what a request is
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,8 +20,8 @@ from draftwood.kv.store import DraftRows, DraftStore, LatentStore, Scratch
 from draftwood.parallel.comm import Comm
 from draftwood.spec.accept import Path, accept
 from draftwood.spec.bigram import Bigram
-from draftwood.spec.grammar import Grammars, Permits, permits
-from draftwood.spec.noise import gumbel
+from draftwood.spec.grammar import Constraint, Grammars, Permits, permits
+from draftwood.spec.noise import COLD, gumbel
 from draftwood.spec.policy import AutoSize, CostTable
 from draftwood.spec.sampling import choose, filter_logits, top_logprobs
 from draftwood.spec.tree import GrowOptions, Tree, chain, grow, join, roots
@@ -190,7 +191,25 @@ def _grown(parts: Parts, view: View, guesses: Tensor, noise: Tensor | None, plac
         shared = shared[places]
     budgets = [plan.budgets[place] for place in places]
     heat = sampling.temperature[places].tolist()
+    if view.constraints:
+        guesses = guide([view.constraints[place] for place in places], guesses, shared, heat)
     return grow(guesses, view.roots[places], budgets, heat, shared, parts.options, parts.bigram)
+
+
+def guide(
+    constraints: Sequence[Constraint | None], guesses: Tensor, noise: Tensor | None, heat: Sequence[float]
+) -> Tensor:
+    """Return the guesses [R, D, V] without what the rows' grammars refuse along each row's likeliest path."""
+    out = guesses.clone()
+    for row, constraint in enumerate(constraints):
+        if constraint is None or not constraint.following:
+            continue
+        scores = guesses[row].float().cpu()
+        if noise is not None and heat[row] > COLD:
+            scores = scores / heat[row] + noise[row, : len(scores)].cpu()
+        allowed = torch.from_numpy(constraint.lead(scores.numpy()))
+        out[row].masked_fill_(~allowed.to(out.device), -torch.inf)
+    return out
 
 
 def observe(parts: Parts, view: View, taps: Tensor, positions: Tensor, path: Path) -> None:

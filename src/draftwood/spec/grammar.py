@@ -5,6 +5,8 @@ end the answer or begin a tool section are forbidden; it follows its grammar, wh
 answer exactly where it is complete; or it has ended, and nothing but those tokens is allowed. At a tree the state walks
 from the committed tokens through the nodes and back: accept a token, read the mask, roll back. Nodes whose token is
 refused are left out with all below them: the choice at their parent cannot be that token, so no path reaches them.
+
+Drafts are kept to the grammar as far as that is cheap: along the drafter's likeliest path. It only saves nodes.
 """
 
 from __future__ import annotations
@@ -92,6 +94,31 @@ class Constraint:
         visit(0)
         return reached, bits[: len(reached)]
 
+    @property
+    def following(self) -> bool:
+        """True once the reasoning has ended."""
+        return not self._waiting
+
+    def lead(self, scores: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Return what is allowed [D, V] along the path of the best allowed tokens; scores [D, V], by depth from 1.
+
+        The state is as before afterwards.
+        """
+        bits = np.empty((len(scores), len(self._edges.ended)), np.int32)
+        allowed = np.ones(scores.shape, bool)
+        steps = 0
+        for depth in range(len(scores)):
+            self._fill(bits, depth)
+            allowed[depth] = unpack(bits[depth], scores.shape[1])
+            best = int(np.where(allowed[depth], scores[depth], -np.inf).argmax())
+            entered = self._enter(best)
+            if entered is None:  # scores that are no numbers
+                break
+            steps += entered
+        if steps:
+            self._matcher.rollback(steps)
+        return allowed
+
     def _enter(self, token: int) -> bool | None:
         """Follow one token: None if it is refused, else whether the matcher took a step."""
         edges = self._edges
@@ -145,10 +172,8 @@ class Permits:
 
     def cut(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return logits [M, V] with what is not allowed at -inf. Padding of the vocabulary is never allowed."""
-        vocab = logits.shape[1]
-        allowed = np.unpackbits(self.bits.view(np.uint8), axis=1, count=vocab, bitorder="little").view(bool)
         out = logits.copy()
-        out[self.places] = np.where(allowed, logits[self.places], np.float32(-np.inf))
+        out[self.places] = np.where(unpack(self.bits, logits.shape[1]), logits[self.places], np.float32(-np.inf))
         return out
 
 
@@ -270,6 +295,11 @@ class Grammars:
         forbidden = [*self._stops, *(self._special[name] for name in _TOOL_MARKERS if name in self._special)]
         waiting[[id for id in forbidden if id != opens]] = False
         return Edges(self._special.get("</think>"), opens, _pack(waiting), _pack(ended), frozenset(self._stops))
+
+
+def unpack(bits: NDArray[np.int32], vocab: int) -> NDArray[np.bool_]:
+    """Return bits [..., W] as bools [..., V]."""
+    return np.unpackbits(bits.view(np.uint8), axis=-1, count=vocab, bitorder="little").view(bool)
 
 
 def _pack(allowed: NDArray[np.bool_]) -> NDArray[np.int32]:
