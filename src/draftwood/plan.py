@@ -268,14 +268,18 @@ class _Planner:
             return asked or most
         known = drafter.max_position
         if asked is not None:
-            raise ConfigError(f"--max-model-len {asked} is above the {known} positions of the drafter; ask for less, or --draft none")
+            fault = f"--max-model-len {asked} is above the {known} positions of the drafter"
+            raise ConfigError(f"{fault}; ask for less, or --draft none")
         self.notes.append(f"the drafter knows {known} positions: that is the context, of the model's {most}")
         return known
 
     def _fixed(self, drafter: DrafterConfig | None, block: int, window: int, budget: int, rows: int) -> costs.Table:
         """Bytes of a rank that do not grow with the pages."""
         layout = Layout(self.options.tp, self.options.ep, 0)
-        parts = [("target weights", costs.total(costs.weight_bytes(self.config, layout, self.itemsize)))]
+        target = dict(costs.weight_bytes(self.config, layout, self.itemsize))
+        if self.device.kind == "cpu":
+            target["experts"] = costs.expanded_expert_bytes(self.config, layout, self.itemsize)
+        parts = [("target weights", sum(target.values()))]
         vocab = self.config.vocab_size * 4
         logits = rows * (budget + 1) * vocab
         if drafter is not None:

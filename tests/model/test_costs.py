@@ -1,5 +1,7 @@
 """Costs: the formulas reproduce the published sizes of K2.6 and add up over the ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 
 from draftwood.model import costs
 from draftwood.model.config import K2_6, K2_6_DRAFT, read_drafter_config, read_model_config
-from draftwood.model.weights import TargetWeights, dummy_drafter, dummy_target
+from draftwood.model.moe import Experts
+from draftwood.model.weights import MoEWeights, TargetWeights, dummy_drafter, dummy_target
 from draftwood.parallel.layout import Layout
 from tests.model.shapes import TINY, TINY_DRAFT
 
@@ -75,8 +78,8 @@ def held(record) -> int:
     """Bytes of every tensor in nested records and lists."""
     if isinstance(record, torch.Tensor):
         return record.numel() * record.element_size()
-    if isinstance(record, list):
-        return sum(map(held, record))
+    if isinstance(record, list | dict):
+        return sum(map(held, record.values() if isinstance(record, dict) else record))
     return sum(map(held, vars(record).values())) if hasattr(record, "__dict__") else 0
 
 
@@ -88,6 +91,18 @@ def test_weight_formulas_are_the_bytes_that_a_rank_really_holds(tp, ep):
         assert held(target) == costs.total(costs.weight_bytes(TINY, layout, 2))
         drafter = dummy_drafter(TINY_DRAFT, layout, torch.float32, "cpu")
         assert held(drafter) == costs.total(costs.drafter_weight_bytes(TINY_DRAFT, layout, 4))
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(4, torch.float32), (16, torch.float32), (4, torch.bfloat16)])
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 2)])
+def test_the_formula_of_expanded_experts_is_what_a_cpu_really_holds(experts, dtype, tp, ep):
+    config = replace(TINY, num_experts=experts, experts_per_token=2)
+    for rank in range(tp * ep):
+        layout = Layout(tp, ep, rank)
+        layers = [layer.mlp for layer in dummy_target(config, layout, dtype, "cpu").layers if isinstance(layer.mlp, MoEWeights)]
+        parts = [Experts(w.experts, w.shared, 2, experts, dtype) for w in layers]
+        kept = [[part._gate_up, part._down, vars(part.wide) if part.wide else {}] for part in parts]
+        assert sum(map(held, kept)) == costs.expanded_expert_bytes(config, layout, dtype.itemsize)
 
 
 def test_a_step_with_a_drafter_counts_its_pass_once():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftwood.model import moe, reference
+from draftwood.model import costs, moe, reference
 from draftwood.model.weights import ExpertWeights, MoEWeights
 from draftwood.parallel.layout import Layout
 from tests.model.tools import SMALL, target_weights
@@ -60,7 +60,7 @@ def test_weights_sum_to_the_scaling_factor_also_for_tiny_scores() -> None:
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 200])
 def test_every_way_of_computing_equals_the_formula(monkeypatch: pytest.MonkeyPatch, tokens: int, wide: bool) -> None:
-    monkeypatch.setattr(moe, "WIDE_WASTE", 4 if wide else 0)
+    monkeypatch.setattr(costs, "WIDE_WASTE", 4 if wide else 0)
     weights = layer()
     x = inputs(tokens, tokens)
     torch.testing.assert_close(moe.MoE(weights, SMALL, torch.float32)(x), reference.moe(x, weights, SMALL), **CLOSE)
@@ -78,7 +78,7 @@ def test_all_tokens_on_the_same_experts() -> None:
 @pytest.mark.parametrize("tokens", [1, 9, 65])
 @pytest.mark.parametrize("wide", [True, False])
 def test_parts_of_the_ranks_sum_to_the_whole(monkeypatch: pytest.MonkeyPatch, tp: int, ep: int, tokens: int, wide: bool) -> None:
-    monkeypatch.setattr(moe, "WIDE_WASTE", 4 if wide else 0)
+    monkeypatch.setattr(costs, "WIDE_WASTE", 4 if wide else 0)
     x, total = inputs(tokens), torch.zeros(tokens, SMALL.hidden_size)
     for rank in range(tp * ep):
         total += moe.MoE(layer(layout=Layout(tp, ep, rank)), SMALL, torch.float32)(x)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftwood.model import costs
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import Dense, swiglu
 from draftwood.model.weights import DenseWeights, ExpertWeights, MoEWeights, unpack_int4
@@ -18,9 +19,6 @@ WIDE_FROM, WIDE_UNTIL = 4, 32
 """Tokens for which one product over all held experts may replace products per chosen expert. Measured in whole
 forwards of nano on one core: 12.2 against 9.4 ms at 2 tokens, 15.9 against 17.4 at 17, 24.7 against 23.2 at 32; more
 cores share a large product better than many small ones."""
-WIDE_WASTE = 4
-"""Most experts held per expert chosen, of one token, for that. Measured with 16 experts, 4 chosen, one AVX-512 core:
-large products in oneDNN's blocked order run at 100 GFLOP/s, products of four rows by one expert at 15 to 30."""
 
 
 class Router:
@@ -47,7 +45,8 @@ class Experts:
 
     A token's experts are summed in a fixed order in float32, whatever other tokens chose. Memory: one expanded copy by
     expert, in float16 where that holds every code times scale exactly (it holds 11 bits, they need 11) and in `dtype`
-    otherwise; and, where experts are few for the number chosen, a second one in `dtype` as one wide matrix.
+    otherwise; and, where experts are few for the number chosen, a second one in `dtype` as one wide matrix
+    (`costs.expanded_expert_bytes`).
     """
 
     def __init__(self, weights: ExpertWeights, shared: DenseWeights, k: int, total: int, dtype: torch.dtype) -> None:
@@ -58,7 +57,7 @@ class Experts:
         self.width, self.shared_width = gate.shape[1], shared.gate.shape[0]
         self.shared = Dense(shared)
         self.wide: Dense | None = None
-        if total <= WIDE_WASTE * k:
+        if total <= costs.WIDE_WASTE * k:
             joint = DenseWeights(
                 torch.cat((gate.flatten(0, 1), shared.gate)),
                 torch.cat((up.flatten(0, 1), shared.up)),
