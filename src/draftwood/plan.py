@@ -24,6 +24,7 @@ LEAST_CONTEXT = 256
 """A default context is never cut below this many tokens to fit memory; the plan is refused instead."""
 SHOWN_CONTEXT = 4096
 """Context of the step whose bytes and time a Plan states."""
+NOT_LOADED = "tree budget 0: the drafter is not loaded"
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CONFIG_FILES = ["*.json", "draft/*.json"]
@@ -230,7 +231,7 @@ class _Planner:
             return None
         check_pair(self.config, drafter, self.options.draft_block)
         if self.options.tree_budget == 0:
-            self.notes.append("tree budget 0: the drafter is not loaded")
+            self.notes.append(NOT_LOADED)
             return None
         return drafter
 

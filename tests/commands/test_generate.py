@@ -1,5 +1,6 @@
 import io
 import json
+import shutil
 import sys
 
 import pytest
@@ -118,6 +119,14 @@ def test_bad_input_is_one_line_and_code_2(capsys, model, argv, words):
     assert (code, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_what_the_plan_changed_or_lacks_is_said_on_stderr(capsys, model, tmp_path):
+    shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("draft"))
+    code, out, err = generate(capsys, str(tmp_path / "bare"), "-p", "a", "--max-tokens", "2", "--json")
+    assert code == 0 and json.loads(out)["tree_budget"] == 0
+    assert err.startswith("note: no drafter in ") and err.count("\n") == 1
+    assert generate(capsys, model, "-p", "a", "--max-tokens", "2", "--json")[2] == ""
 
 
 def test_stdin_that_is_not_utf8_is_refused(monkeypatch):

@@ -95,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
         if llm.rank > 0:
             llm.follow()
             return 0
+        for remark in llm.plan.notes:
+            report.note(f"note: {remark}")
         bench = Bench(llm, [samples.encode(sample, llm) for sample in chosen], each)
         rows = bench.measure(budgets, args.repeat)
         if args.temperature > 0 and world == 1 and options.noise != "none":

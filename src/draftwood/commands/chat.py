@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
             llm.follow()
             return 0
         with closed_pipe_is_fine():
+            console.say_notes(llm.plan)
             if sys.stdin.isatty():
                 console.say(console.dim(f"{llm.plan.model_path}   {HELP}", sys.stderr))
             Conversation(llm, params, args.system, args.thinking).run(_read)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from draftwood import env
+from draftwood.config import Plan
+from draftwood.plan import NOT_LOADED
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -14,6 +16,13 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 def say(text: str, end: str = "\n") -> None:
     """Write progress or a summary to stderr; stdout carries results only."""
     print(text, end=end, file=sys.stderr, flush=True)
+
+
+def say_notes(plan: Plan) -> None:
+    """Say where the plan is not what was asked for, or not what might be expected."""
+    for note in plan.notes:
+        if note != NOT_LOADED:  # that was asked for
+            say(f"note: {note}")
 
 
 def write(text: str, end: str = "") -> None:

@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
             llm.follow()
             return 0
         with closed_pipe_is_fine():
+            console.say_notes(llm.plan)
             _generate(llm, prompts, params, args)
     return 0
 
