@@ -77,6 +77,32 @@ def test_what_cannot_be_used_is_refused_with_its_field_named(value, param):
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"not": {"type": "string"}},
+        {"if": {}, "then": {}},
+        {"type": "array", "uniqueItems": True},
+        {"contains": {}},
+        {"dependentRequired": {"a": ["b"]}},
+        {"allOf": [{}, {}]},
+        {"type": "number", "multipleOf": 2},
+        {"type": "string", "pattern": "a", "maxLength": 3},
+    ],
+)
+def test_what_a_grammar_would_let_pass_is_refused_for_an_answer_and_taken_for_a_tool(part):
+    whole = {"type": "object", "properties": {"x": {"anyOf": [{"items": part}]}}}
+    with pytest.raises(RequestError, match="cannot be guaranteed"):
+        response_grammar(schema(whole))
+    tool_grammar([{"type": "function", "function": {"name": "f", "parameters": whole}}], SPECIAL)
+
+
+def test_names_and_values_are_not_taken_for_keywords():
+    names = {"not": {"type": "string"}, "if": {"const": {"contains": 1, "pattern": "("}}, "pattern": {"enum": [{"not": 1}]}}
+    value = {"type": "object", "properties": names, "$defs": {"contains": {"allOf": [{"type": "integer", "multipleOf": 2}]}}}
+    assert json.loads(response_grammar(schema(value)).text) == value
+
+
 def test_nesting_beyond_any_recursion_is_refused():
     with pytest.raises(RequestError, match="nested more than"):
         response_grammar(schema(nested(100_000)))

@@ -14,7 +14,7 @@ JSON is written on one line, so that no answer loses itself in whitespace.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,15 @@ MAX_SCHEMA, MAX_REGEX, MAX_EBNF = 64 << 10, 1024, 16 << 10
 MAX_DEPTH = 64
 """Levels of objects and lists in a schema, of brackets in a regular expression or a grammar."""
 MAX_TOOLS = 128
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose keys are names and whose values are schemas."""
+_VALUES = ("enum", "const", "default", "examples")
+"""Keywords that hold no schemas."""
+_LOOSE = (
+    "not", "if", "dependentRequired", "dependentSchemas", "dependencies", "uniqueItems", "contains", "unevaluatedItems",
+    "unevaluatedProperties",
+)  # fmt: skip
+"""Keywords that xgrammar 0.2 reads over."""
 KINDS = ("json", "regex", "ebnf", "tag")
 
 
@@ -71,8 +80,11 @@ def response_grammar(value: Any) -> Grammar | None:
     raise RequestError(f"{name}.type {_short(kind)} is not known; use {known}", f"{name}.type")
 
 
-def check_schema(schema: Any, at: str) -> str:
-    """Return a JSON schema as compact JSON. Raises RequestError naming `at` for one that is too large or no schema."""
+def check_schema(schema: Any, at: str, strict: bool = True) -> str:
+    """Return a JSON schema as compact JSON. Raises RequestError naming `at` for one that is too large or no schema.
+
+    `strict`: refuse keywords that the grammar would not hold, too.
+    """
     if not isinstance(schema, (Mapping, bool)):
         raise RequestError(f"{at} is {type(schema).__name__}, not a JSON schema", at)
     if _depth(schema, MAX_DEPTH) > MAX_DEPTH:
@@ -84,8 +96,12 @@ def check_schema(schema: Any, at: str) -> str:
         raise RequestError(f"{at} is not JSON: {error}", at) from None
     if len(text) > MAX_SCHEMA:
         raise RequestError(f"{at} has {len(text)} characters; at most {MAX_SCHEMA} are taken", at)
-    for pattern in _patterns(schema):
-        _check_text(pattern, f"{at} (a pattern in it)", MAX_REGEX, at)
+    for part in _schemas(schema):
+        for pattern in _patterns(part):
+            _check_text(pattern, f"{at} (a pattern in it)", MAX_REGEX, at)
+        loose = _not_held(part) if strict else None
+        if loose:
+            raise RequestError(f"{at} has {loose}, which cannot be guaranteed; leave it out and check the answer", at)
     return text
 
 
@@ -113,7 +129,7 @@ def tool_grammar(
     calls = []
     for i, function in chosen:
         at = f"tools[{i}].function.parameters"
-        schema = json.loads(check_schema(function.get("parameters") or {"type": "object"}, at))
+        schema = json.loads(check_schema(function.get("parameters") or {"type": "object"}, at, strict=False))
         content = [
             {"type": "const_string", "value": f"functions.{function['name']}:"},
             {"type": "regex", "pattern": "[0-9]{1,3}"},
@@ -151,19 +167,42 @@ def _check_text(text: Any, at: str, limit: int, param: str | None = None) -> str
     return text
 
 
-def _patterns(schema: Any) -> list[Any]:
-    """Return every regular expression of a schema: values of `pattern`, keys of `patternProperties`."""
-    found, stack = [], [schema]
+def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema and every schema inside it."""
+    stack = [schema]
     while stack:
         one = stack.pop()
-        if isinstance(one, Mapping):
-            found += [one["pattern"]] if isinstance(one.get("pattern"), str) and one["pattern"] else []
-            keyed = one.get("patternProperties")
-            found += [key for key in keyed if key] if isinstance(keyed, Mapping) else []
-            stack += one.values()
-        elif isinstance(one, (list, tuple)):
+        if isinstance(one, (list, tuple)):
             stack += one
-    return found
+        elif isinstance(one, Mapping):
+            yield one
+            for key, value in one.items():
+                if key in _NAMED and isinstance(value, Mapping):
+                    stack += value.values()
+                elif key not in _VALUES:
+                    stack.append(value)
+
+
+def _patterns(schema: Mapping[str, Any]) -> list[str]:
+    """Return the regular expressions of one schema."""
+    keyed = schema.get("patternProperties")
+    found = [schema.get("pattern"), *(keyed if isinstance(keyed, Mapping) else ())]
+    return [pattern for pattern in found if isinstance(pattern, str) and pattern]
+
+
+def _not_held(schema: Mapping[str, Any]) -> str | None:
+    """Return what of one schema xgrammar would let pass, None if it holds all of it."""
+    for key in _LOOSE:
+        if schema.get(key) not in (None, False):
+            return key
+    every = schema.get("allOf")
+    if isinstance(every, list) and len(every) > 1:
+        return "allOf of more than one schema"
+    if "multipleOf" in schema and schema.get("type") != "integer":
+        return "multipleOf of anything but integers"
+    if "pattern" in schema and schema.keys() & {"minLength", "maxLength"}:
+        return "pattern together with minLength or maxLength"
+    return None
 
 
 def _depth(value: Any, limit: int) -> int:

@@ -244,8 +244,9 @@ class Grammars:
             fault = judge.ask(grammar.kind, grammar.text)  # seconds, in which rows may start
             if fault:
                 raise RequestError(f"{grammar.param} cannot be used: {fault[:300]}", grammar.param)
+            compiled = compile_text(self._compiler, grammar.kind, grammar.text)
             with self._lock:
-                self._compiled(grammar)
+                self._keep(grammar, compiled)
         return dataclasses.replace(grammar, reasoning=think is not None and len(prompt) > 0 and prompt[-1] == think)
 
     def start(self, grammar: Grammar) -> Constraint:
@@ -278,11 +279,14 @@ class Grammars:
     def _compiled(self, grammar: Grammar) -> Any:
         key = (grammar.kind, grammar.text)
         if key not in self._kept:
-            self._kept[key] = compile_text(self._compiler, *key)
-            while len(self._kept) > 1 and (len(self._kept) > KEPT or self._bytes() > KEPT_BYTES):
-                self._kept.popitem(last=False)
+            self._keep(grammar, compile_text(self._compiler, *key))
         self._kept.move_to_end(key)
         return self._kept[key]
+
+    def _keep(self, grammar: Grammar, compiled: Any) -> None:
+        self._kept[grammar.kind, grammar.text] = compiled
+        while len(self._kept) > 1 and (len(self._kept) > KEPT or self._bytes() > KEPT_BYTES):
+            self._kept.popitem(last=False)
 
     def _bytes(self) -> int:
         return sum(compiled.memory_size_bytes for compiled in self._kept.values())

@@ -28,7 +28,7 @@ from draftwood.env import inherit
 from draftwood.errors import DraftwoodError
 
 START_SECONDS = 120.0
-TRY_SECONDS = 5.0
+TRY_SECONDS = 3.0
 """For one grammar, in all."""
 WALK_SECONDS, WALK_TOKENS = 1.0, 256
 MASK_SECONDS = 0.5
