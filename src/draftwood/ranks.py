@@ -22,5 +22,5 @@ def start(args: argparse.Namespace, options: Options) -> int | None:
 
 
 def is_first() -> bool:
-    """Tell whether this process is rank 0: it reads stdin, decides, and writes the results."""
-    return env.read_int("RANK") in (None, 0)
+    """Tell whether this process is rank 0 or the only one: it reads stdin, decides, and writes the results."""
+    return not launch.is_rank() or env.read_int("RANK") == 0

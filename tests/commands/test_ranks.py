@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from draftwood import cli
+from draftwood import cli, ranks
 from draftwood.parallel import launch
 from tests.commands.tiny import checkpoint
 
@@ -30,6 +30,19 @@ def test_no_rank_starts_with_options_that_cannot_work(started, tmp_path, capsys,
     assert cli.main(["generate", checkpoint(tmp_path), "--load-format", "dummy", "-p", "a", *extra]) == 2
     assert started == []
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", [None, "1"])
+def test_a_rank_without_others_is_the_first_whatever_its_number_says(monkeypatch, size):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    assert ranks.is_first()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not ranks.is_first()
+    monkeypatch.setenv("RANK", "0")
+    assert ranks.is_first()
 
 
 def test_stdin_is_left_to_rank_0(started, tmp_path, monkeypatch):
