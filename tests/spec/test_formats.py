@@ -117,6 +117,8 @@ def test_a_required_call_may_name_any_tool_and_a_named_one_is_called_once():
     assert len(one["tags"]) == 1 and one["stop_after_first"]
     assert one["tags"][0]["content"]["elements"][0]["value"] == "functions.g:"
     assert (named.opens, named.param) == (SPECIAL["<|tool_calls_section_begin|>"], "tools")
+    numbered = json.loads(tool_grammar(TOOLS, SPECIAL, "g", first=7).text)["format"]["elements"][1]["tags"][0]
+    assert numbered["content"]["elements"][1]["pattern"] == "7"
     assert json.loads(tool_grammar(TOOLS, SPECIAL, parallel=False).text)["format"]["elements"][1]["stop_after_first"]
 
 

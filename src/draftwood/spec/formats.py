@@ -106,11 +106,16 @@ def check_schema(schema: Any, at: str, strict: bool = True) -> str:
 
 
 def tool_grammar(
-    tools: Sequence[Mapping[str, Any]], special: Mapping[str, int], name: str | None = None, parallel: bool = True
+    tools: Sequence[Mapping[str, Any]],
+    special: Mapping[str, int],
+    name: str | None = None,
+    parallel: bool = True,
+    first: int | None = None,
 ) -> Grammar:
     """Return the grammar of an answer that must call tools: any of `tools`, or the one called `name`.
 
-    `special`: the vocabulary's special tokens; `parallel`: more than one call is allowed (a named tool is called once).
+    `special`: the vocabulary's special tokens; `parallel`: more than one call is allowed (a named tool is called once);
+    `first`: calls that the conversation holds already, from which K2 numbers on (only a single call can be held to it).
     Raises RequestError for a name that is not there, a bad schema, or a vocabulary without K2's tool tokens.
     """
     if len(tools) > MAX_TOOLS:
@@ -126,19 +131,20 @@ def tool_grammar(
     except KeyError as missing:
         raise RequestError(f"this model's vocabulary has no token {missing.args[0]}; it cannot be made to call tools",
                            "tool_choice") from None  # fmt: skip
+    once = name is not None or not parallel
+    number = str(first) if once and first is not None else "[0-9]{1,3}"
     calls = []
     for i, function in chosen:
         at = f"tools[{i}].function.parameters"
         schema = json.loads(check_schema(function.get("parameters") or {"type": "object"}, at, strict=False))
         content = [
             {"type": "const_string", "value": f"functions.{function['name']}:"},
-            {"type": "regex", "pattern": "[0-9]{1,3}"},
+            {"type": "regex", "pattern": number},
             _token(argument),
             {"type": "json_schema", "json_schema": schema},
         ]
         inner = {"type": "sequence", "elements": content}
         calls.append({"type": "tag", "begin": _token(begin), "content": inner, "end": _token(call_end)})
-    once = name is not None or not parallel
     some = {"type": "tags_with_separator", "tags": calls, "separator": "", "at_least_one": True, "stop_after_first": once}
     whole = {"type": "sequence", "elements": [_token(section), some, _token(end)]}
     text = json.dumps({"type": "structural_tag", "format": whole}, ensure_ascii=False, separators=(",", ":"))
