@@ -181,9 +181,12 @@ class LLM:
 
     def check(self, ids: Sequence[int], params: SamplingParams) -> None:
         """Raise RequestError for what `start` would refuse. Changes nothing, so any thread may ask."""
+        self._check_stops(params)
+        self.engine.check(ids, params)
+
+    def _check_stops(self, params: SamplingParams) -> None:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop needs a tokenizer, and this model has none; use stop_token_ids", "stop")
-        self.engine.check(ids, params)
 
     def start(self, ids: Sequence[int], params: Params = None, reader: AnswerStream | None = None) -> Answer:
         """Queue a prompt of token ids; `advance` makes its answer grow. Raises RequestError.
@@ -193,7 +196,7 @@ class LLM:
         if not isinstance(params, SamplingParams):
             params = SamplingParams() if params is None else SamplingParams.of(params)
         params = params.seeded()
-        self.check(ids, params)
+        self._check_stops(params)
         answer = Answer(self.engine.add(ids, params), params, self.tokenizer, reader)
         self._live[answer.id] = answer
         return answer

@@ -7,6 +7,7 @@ import pytest
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TALK = [{"role": "user", "content": "Hi"}]
+TOOL = {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}
 MANY = 10_000_000
 
 
@@ -145,7 +146,27 @@ CHATS = {
     "logprobs number": ({"logprobs": 3}, "logprobs"),
     "max_completion_tokens": ({"max_completion_tokens": -1}, "max_completion_tokens"),
     "response_format text": ({"response_format": "json"}, "response_format"),
-    "response_format unknown": ({"response_format": {"type": "xml"}}, "response_format"),
+    "response_format unknown": ({"response_format": {"type": "xml"}}, "response_format.type"),
+    "schema missing": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    "schema text": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}},
+        "response_format.json_schema.schema",
+    ),
+    "schema large": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 100_000]}}}},
+        "response_format.json_schema.schema",
+    ),
+    "regex long": ({"response_format": {"type": "regex", "regex": "a" * 5000}}, "response_format.regex"),
+    "regex brackets": ({"response_format": {"type": "regex", "regex": "(" * 500}}, "response_format.regex"),
+    "ebnf empty": ({"response_format": {"type": "ebnf", "ebnf": ""}}, "response_format.ebnf"),
+    "required without tools": ({"tool_choice": "required"}, "tool_choice"),
+    "a tool that is not there": (
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": [TOOL]},
+        "tool_choice",
+    ),
+    "a tool without name": ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice"),
+    "a choice that is none": ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice"),
+    "one call at a time": ({"parallel_tool_calls": False, "tools": [TOOL]}, "parallel_tool_calls"),
     "template kwargs": ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     "template kwargs reserved": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     "template kwargs self": ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),

@@ -65,7 +65,6 @@ CHAT = _SHARED | {
     "functions": (([],), "use tools"),
     "function_call": (("auto", "none"), "use tool_choice"),
     "verbosity": (("medium",), "leave it out"),
-    "parallel_tool_calls": ((True,), "leave it out"),
     "chat_template": ((), "the checkpoint's template is used"),
     "continue_final_message": ((False,), "render the prompt and use /v1/completions"),
     "echo": ((False,), "leave it out"),

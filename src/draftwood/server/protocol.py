@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from draftwood.engine.request import SamplingParams
 from draftwood.errors import RequestError
 from draftwood.server import fields
+from draftwood.spec.formats import Grammar, tool_grammar
 
 MAX_CHOICES = 128
 COMPLETION_TOKENS = 16
@@ -100,6 +101,7 @@ class Asked(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
     tree_budget: Budget = None
     timings: bool | None = None
     """Add steps, accept length and times to each choice."""
@@ -122,6 +124,7 @@ class Asked(Body):
             "frequency_penalty",
             "repetition_penalty",
             "tree_budget",
+            "response_format",
         ):
             if (value := getattr(self, name)) is not None:
                 values[name] = value
@@ -212,10 +215,46 @@ class ChatRequest(Asked, Conversation):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tool_choice: ToolChoice = None
-    response_format: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def offered_tools(self) -> list[Any] | None:
+        """Return the tools the model is told of: none where the choice is none. Raises RequestError for a malformed one."""
+        for i, tool in enumerate(self.tools or ()):
+            function = tool.get("function") if isinstance(tool, dict) else None
+            named = isinstance(function, dict) and isinstance(function.get("name"), str) and tool.get("type") == "function"
+            if not named:
+                raise RequestError(f'tools[{i}] is not {{"type": "function", "function": {{"name": ...}}}}', f"tools[{i}]")
+        return None if self.tool_choice == "none" or not self.tools else self.tools
+
+    def required_tools(self, special: Mapping[str, int]) -> Grammar | None:
+        """Return the grammar that makes the answer call tools, None where the model may choose.
+
+        `special`: the vocabulary's special tokens. Raises RequestError for a choice that cannot be kept.
+        """
+        choice, name = self.tool_choice, None
+        if choice in (None, "auto", "none"):
+            if self.parallel_tool_calls is False and self.offered_tools():
+                fault = "parallel_tool_calls false goes with tool_choice required or a named tool; leave it out"
+                raise RequestError(fault, "parallel_tool_calls", code="unsupported_parameter")
+            return None
+        if choice != "required":
+            function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+            name = function.get("name") if isinstance(function, dict) else None
+            if not isinstance(name, str):
+                fault = 'tool_choice is not auto, none, required or {"type": "function", "function": {"name": ...}}'
+                raise RequestError(fault, "tool_choice")
+        if self.response_format not in (None, {"type": "text"}):
+            raise RequestError("tool_choice requires a call, which response_format forbids; give one of them", "tool_choice")
+        parallel = self.parallel_tool_calls is not False
+        return tool_grammar(self.offered_tools() or (), special, name, parallel, first=self._calls_so_far())
+
+    def _calls_so_far(self) -> int:
+        """Tool calls that the conversation holds: K2 numbers on from there."""
+        calls = [message.get("tool_calls") for message in self.messages if isinstance(message, dict)]
+        return sum(len(made) for made in calls if isinstance(made, list))
 
     def wanted_logprobs(self) -> int | None:
         if not self.logprobs:
@@ -232,7 +271,6 @@ class CompletionRequest(Asked):
 
     prompt: Prompts
     logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
 
     def limit(self) -> int | None:
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens

@@ -58,8 +58,9 @@ class Service:
         """Sampling where a request says nothing: the checkpoint's generation_config.json, else OpenAI's temperature 1."""
         self.runner = Runner(lambda: self._load(load), lambda llm: llm.plan.max_num_seqs + settings.max_queue)
         self.metrics = Metrics(self.runner, settings.names[0])
-        # Tokenizing is the one slow thing before the queue. Two threads keep the event loop free of it.
-        self._workers = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        # Tokenizing and trying grammars are slow; these threads keep the event loop free of them. Grammars are tried in
+        # a process of their own, one at a time, so there are enough threads that waiting for it holds nobody else up.
+        self._workers = ThreadPoolExecutor(8, thread_name_prefix="prepare")
 
     def _load(self, load: Callable[[], LLM]) -> LLM:
         llm = load()
@@ -93,13 +94,14 @@ class Service:
 
     async def chat(self, ask: ChatRequest, llm: LLM) -> tuple[Exchange, list[Ticket]]:
         """Open the answers of a chat. Raises RequestError, Overloaded or HttpError before anything is queued."""
-        self._common(ask, ask.response_format)
-        tools = _tools(ask)
+        self._common(ask)
+        tools = ask.offered_tools()
         template = ask.template()
 
         def prepare() -> tuple[list[int], SamplingParams]:
             ids = llm.chat_ids(ask.rendered_messages(), tools, **template)
-            params = ask.sampling(self._defaults)
+            special = {} if llm.tokenizer is None else llm.tokenizer.special
+            params = replace(ask.sampling(self._defaults), grammar=ask.required_tools(special))
             llm.check(ids, params)
             return ids, params
 
@@ -113,7 +115,7 @@ class Service:
 
     async def complete(self, ask: CompletionRequest, llm: LLM) -> tuple[Exchange, list[Ticket]]:
         """Open the answers of a completion: `n` for each prompt, in order. Raises as `chat`."""
-        self._common(ask, ask.response_format)
+        self._common(ask)
         prompts = ask.prompts()
 
         def prepare() -> tuple[list[list[int]], SamplingParams]:
@@ -126,12 +128,9 @@ class Service:
         each, params = await self.work(prepare)
         return self._open([(ids, choice_params(params, i), None) for ids in each for i in range(ask.n or 1)])
 
-    def _common(self, ask: Asked, response_format: Mapping[str, Any] | None) -> None:
+    def _common(self, ask: Asked) -> None:
         self.check_model(ask.model)
         self.metrics.saw_unknown(ask.unknown())
-        if response_format is not None and response_format != {"type": "text"}:
-            fault = "response_format other than text is not supported by this server"
-            raise RequestError(fault, "response_format", code="unsupported_parameter")
 
     def _open(
         self, asks: Sequence[tuple[list[int], SamplingParams, AnswerStream | None]]
@@ -168,23 +167,6 @@ def _named(names: Mapping[str, str]) -> Iterator[None]:
 
 def _limit_name(ask: ChatRequest) -> str:
     return "max_tokens" if ask.max_completion_tokens is None else "max_completion_tokens"
-
-
-def _tools(ask: ChatRequest) -> list[Any] | None:
-    """Return the tools the model is told of: none where the choice is none. Raises RequestError for a malformed one."""
-    for i, tool in enumerate(ask.tools or ()):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or tool.get("type") != "function":
-            raise RequestError(
-                f'tools[{i}] is not {{"type": "function", "function": {{"name": ...}}}}', f"tools[{i}]"
-            )
-    choice = ask.tool_choice
-    if choice in (None, "auto"):
-        return ask.tools or None
-    if choice == "none":
-        return None
-    raise RequestError("tool_choice other than auto and none is not supported by this server", "tool_choice",
-                       code="unsupported_parameter")  # fmt: skip
 
 
 def _stated(llm: LLM) -> dict[str, Any]:

@@ -8,7 +8,8 @@
     {"type": "regex", "regex": "..."}                            text that matches as a whole
     {"type": "ebnf", "ebnf": "root ::= ..."}                     text of a grammar, in xgrammar's EBNF
 
-JSON is written on one line, so that no answer loses itself in whitespace.
+JSON is written on one line, and in the arguments of a tool there is at most one space at a time, so that no answer
+loses itself in whitespace.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def tool_grammar(
             {"type": "const_string", "value": f"functions.{function['name']}:"},
             {"type": "regex", "pattern": number},
             _token(argument),
-            {"type": "json_schema", "json_schema": schema},
+            {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1},
         ]
         inner = {"type": "sequence", "elements": content}
         calls.append({"type": "tag", "begin": _token(begin), "content": inner, "end": _token(call_end)})
