@@ -139,7 +139,7 @@ FILTERS = [
 @pytest.mark.parametrize(("name", "dtype"), [("plain", torch.bfloat16), ("penal", torch.float32), ("filters", torch.float32)])
 def test_choices_are_the_references_to_the_bit(name: str, dtype: torch.dtype, kind: str) -> None:
     params = {"plain": PLAIN, "penal": PENAL, "filters": FILTERS}[name]
-    scene = Scene(params, [3 + r % 4 for r in range(len(params))], 200)
+    scene = Scene(params, [1 + r % 2 if name == "filters" else 3 for r in range(len(params))], 200)
     logits = scene.logits(kind, dtype)
     before = logits.clone()
     tokens, scores, _ = scene.run(logits, filters=name != "plain")
@@ -149,7 +149,7 @@ def test_choices_are_the_references_to_the_bit(name: str, dtype: torch.dtype, ki
     assert torch.equal(logits.nan_to_num(3.0), before.nan_to_num(3.0))
     if name == "filters" and kind != "hostile":        # all three ways were taken
         first, _, _ = scene.run(logits, filters=False)
-        assert 5 < int((first == -1).sum()) < len(first) - 20
+        assert 2 < int((first == -1).sum()) < len(first) - 8
 
 
 @emulated

@@ -68,6 +68,8 @@ def make_logits(r: int, d: int, v: int, dtype: torch.dtype, kind: str, seed: int
     g = torch.Generator().manual_seed(seed)
     if kind == "ties":
         x = torch.randint(-2, 2, (r, d, v), generator=g).float()
+    elif kind == "heavy":
+        x = -1.8 * torch.rand((r, d, v), generator=g).clamp(min=1e-9).log()
     elif kind == "equal":
         x = torch.full((r, d, v), 1.5)
     else:
@@ -85,7 +87,7 @@ def make_logits(r: int, d: int, v: int, dtype: torch.dtype, kind: str, seed: int
 @pytest.mark.parametrize(
     ("v", "dtype", "kind"),
     [(8192, BF16, "normal"), (16392, torch.float32, "normal"), (8200, BF16, "ties"), (8192, BF16, "equal"), (24, BF16, "hostile"),
-     (9000, torch.float32, "hostile")],
+     (9000, torch.float32, "hostile"), (8192, BF16, "heavy")],
 )  # fmt: skip
 def test_candidates_are_the_references_to_the_bit(v: int, dtype: torch.dtype, kind: str) -> None:
     r, d = 3, 2
@@ -100,6 +102,10 @@ def test_candidates_are_the_references_to_the_bit(v: int, dtype: torch.dtype, ki
         got = op.candidates(logits, heat, budgets, given, buffers, seeds if noisy else None, lengths)
         for name in ("ids", "z", "places", "norm"):
             assert same(getattr(got, name)[:r], getattr(want, name)), (name, noisy)
+        if noisy:                                      # where no sum is wanted, most noise is not found
+            few = op.candidates(logits, heat, budgets, given, op.allocate(r, d, v, "cpu"), seeds, lengths, norms=0)
+            for name in ("ids", "z", "places"):
+                assert same(getattr(few, name), getattr(want, name)), name
         if not noisy:
             continue
         spec_noise = torch.stack([noise.gumbel(seeds, lengths[:, None] + 1 + i, v)[:, 0] for i in range(d)], 1)
@@ -157,15 +163,17 @@ def compare(got: ref.Trees, want: ref.Trees, rows: int) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", ["ties", "normal", "hostile"])
+@pytest.mark.parametrize(("options", "kind"), [
+    (OPTIONS[0], "ties"), (OPTIONS[1], "normal"), (OPTIONS[2], "ties"), (OPTIONS[3], "hostile"), (OPTIONS[4], "ties"),
+    *[pytest.param(o, k, marks=pytest.mark.slow) for o in OPTIONS for k in ("normal", "hostile")],
+])  # fmt: skip
 @pytest.mark.parametrize("with_table", [False, True])
 def test_trees_are_the_references_to_the_bit(options: ref.Options, kind: str, with_table: bool) -> None:
-    budgets = torch.tensor([0, 1, 8, 17, 64], dtype=torch.int32)
+    budgets = torch.tensor([0, 1, 17, 64], dtype=torch.int32)
     r, v = len(budgets), 96
     for depth, seed in ((7, 0), (1, 1)) if options.caps == ref.CAP_STEPS else ((15, 2), (3, 3)):
         logits = make_logits(r, depth, v, torch.float32, kind, seed)
-        heat = torch.tensor([1.0, 0.0, 0.6, 0.0, 2.0])
+        heat = torch.tensor([1.0, 0.0, 0.6, 0.0])
         lengths, roots = torch.arange(r) * 1000, torch.randint(0, v, (r,), generator=torch.Generator().manual_seed(seed))
         seeds = torch.arange(r) * 77777
         table = on_device(make_table(v, seed, 60)) if with_table else None
@@ -180,16 +188,16 @@ def test_trees_are_the_references_to_the_bit(options: ref.Options, kind: str, wi
 @emulated
 def test_a_long_row_of_the_table_is_searched_and_an_unknown_token_changes_nothing() -> None:
     v, depth = 4000, 4
-    logits = make_logits(4, depth, v, torch.float32, "normal")
+    logits = make_logits(2, depth, v, torch.float32, "normal")
     table = on_device(make_table(v, 3, 3900))
     assert int(table.row_ptr.diff().max()) > 2048 and int(table.row_ptr.diff().min()) < 2048
     small = ref.Table(table.row_ptr[:2001], table.cols, table.vals, table.base[:2000])
-    lengths, roots, heat = torch.zeros(4, dtype=torch.int64), torch.arange(4), torch.ones(4)
-    budgets, given = torch.full((4,), 64, dtype=torch.int32), op.knobs(ref.Options(), depth, "cpu")
+    lengths, roots, heat = torch.zeros(2, dtype=torch.int64), torch.arange(2), torch.ones(2)
+    budgets, given = torch.full((2,), 64, dtype=torch.int32), op.knobs(ref.Options(), depth, "cpu")
     found = ref.candidates(ref.heated(logits, heat, (1.0,)), 1)
     for some in (table, small):
         want = ref.grow(found, roots, lengths, budgets, heat, ref.Options(), some)
-        compare(op.grow(found, roots, lengths, budgets, heat, given, op.allocate_trees(4, "cpu"), some), want, 4)
+        compare(op.grow(found, roots, lengths, budgets, heat, given, op.allocate_trees(2, "cpu"), some), want, 2)
 
 
 @pytest.mark.parametrize("kind", ["ties", "normal", "hostile"])

@@ -104,13 +104,13 @@ __device__ __forceinline__ void adjust(float (&x)[8], const Node& a, int at, con
     for (int e = 0; e < 8; e++) {
       const int word = a.history ? a.history[at + e] : 0, n = (word >> 1) + times[e];
       if (!(word | times[e])) continue;
-      const float y = x[e] > 0.f ? div_rn(x[e], a.repetition) : mul_rn(x[e], a.repetition);
+      const float y = x[e] > 0.f ? divide_any(x[e], a.repetition) : mul_rn(x[e], a.repetition);
       x[e] = sub_rn(sub_rn(y, mul_rn(a.frequency, (float)n)), mul_rn(a.presence, n > 0 ? 1.f : 0.f));
     }
   }
   if (a.hot && a.temperature != 1.f) {
 #pragma unroll
-    for (int e = 0; e < 8; e++) x[e] = div_rn(x[e], a.temperature);
+    for (int e = 0; e < 8; e++) x[e] = divide_any(x[e], a.temperature);
   }
 #pragma unroll
   for (int e = 0; e < 8; e++) x[e] = x[e] == x[e] ? x[e] : minus_infinity();

@@ -5,7 +5,7 @@
 //   lists [M][S][64] rows with a filter: the segment's 64 highest z; heat [M][S]: largest z and sum of exp (top-p alone)
 //
 // Noise is found only for tokens that can still win: its bits give a bound on it at once, and the logarithms are taken only if
-// z + bound reaches the best of the warp so far. Which tokens are skipped cannot change the best.
+// z + bound reaches the best of the warp so far, at first that of its threads' highest z. Skipping cannot change the best.
 #include "node.cuh"
 #include "../tree/top.cuh"
 
@@ -66,7 +66,7 @@ scan(const void* logits, const long long* rows, const long long* nodes, const in
   }
   if (a.filtered) {
     if (a.top_p < 1.f) sums(heat);
-    block_top<PER>(work, [&](int j) { return rank_key(v[j], token_of(s, j)); });
+    segment_top(work, v, s);
     if (tid < TOP) lists[part * TOP + tid] = work.top[tid];
     return;
   }
@@ -75,7 +75,12 @@ scan(const void* logits, const long long* rows, const long long* nodes, const in
 #pragma unroll
     for (int j = 0; j < PER; j++) mine = max(mine, rank_key(v[j], token_of(s, j)));
   } else {
-    float least = minus_infinity();                    // the warp's best so far
+    float most = v[0];
+    int which = 0;
+#pragma unroll
+    for (int j = 1; j < PER; j++) if (v[j] > most) { most = v[j]; which = j; }
+    mine = drawn_key(a, most, token_of(s, which));
+    float least = key_value((u64)warp_max_u32((u32)(mine >> 32)) << 32);     // the warp's best so far
 #pragma unroll
     for (int q = 0; q < PER / 4; q++) {
       const Bits bits = philox((u32)token_of(s, 4 * q) >> 2, a.position, a.seed);

@@ -15,7 +15,7 @@ EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65)
 K26, NANO = 163840, 8192
 
 
-@pytest.mark.parametrize("arch", jit.ARCHS)
+@pytest.mark.parametrize("arch", [pytest.param(a, marks=[pytest.mark.slow] * (a in ("sm_100a", "sm_103a"))) for a in jit.ARCHS])
 def test_all_variants_compile_within_limits(arch: str) -> None:
     for variant in op.variants():
         assert check.check("accept", variant, arch).spill_bytes == 0

@@ -15,9 +15,74 @@
 constexpr float COLD = 1e-5f;
 
 #ifdef PICK
+constexpr int FEW = 4;                                 // tokens of a thread that may be left
+__device__ __forceinline__ u64 noisy_key(float z, u32 token, u32 position, u64 seed, float scale) {
+  const Bits bits = philox(token >> 2, position, seed);
+  const u32 word = token & 2 ? (token & 1 ? bits.word[3] : bits.word[2]) : (token & 1 ? bits.word[1] : bits.word[0]);
+  return rank_key(add_rn(z, mul_rn(gumbel(word), scale)), token);
+}
+// Where only the best count. Every thread finds the noise of its highest z; the 64 best of these bound the 64 best of all, and only
+// tokens whose bits allow as much need their noise found. They are listed, and shared out evenly. False, and nothing is changed, if
+// they are too many; true with work.top complete. Which tokens are listed does not change the best 64.
+__device__ __forceinline__ bool few_noisy(TopWork<PER>& work, const float (&v)[PER], int s, u32 position, u64 seed, float scale) {
+  float most = v[0];
+  int which = 0;
+#pragma unroll
+  for (int j = 1; j < PER; j++) if (v[j] > most) { most = v[j]; which = j; }
+  const u64 first = noisy_key(most, token_of(s, which), position, seed, scale);
+  block_bound<1>(work, [&](int) { return first; });
+  const u32 bound = work.bound;
+  const float least = key_value((u64)bound << 32);
+  __syncthreads();
+  if (bound == 1) return false;                        // the same in all threads
+  u32 mask = 0;
+#pragma unroll
+  for (int q = 0; q < PER / 4; q++) {
+    const Bits bits = philox((u32)token_of(s, 4 * q) >> 2, position, seed);
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+      mask |= (u32)(add_rn(v[4 * q + e], mul_rn(gumbel_bound(bits.word[e]), scale)) >= least) << (4 * q + e);
+  }
+  const int lane = threadIdx.x & 31;
+  u32 upto = __popc(mask);
+#pragma unroll
+  for (int by = 1; by < 32; by <<= 1) {
+    const u32 before = __shfl_up_sync(ALL_LANES, upto, by);
+    if (lane >= by) upto += before;
+  }
+  u32 at = 0;
+  if (lane == 31) at = count_up(&work.count, upto);
+  at = __shfl_sync(ALL_LANES, at, 31) + upto - __popc(mask);
+  if (at + __popc(mask) <= FEW * SEGMENT_THREADS) {
+#pragma unroll
+    for (int j = 0; j < PER; j++)
+      if (mask >> j & 1) work.list[at++] = (u64)__float_as_uint(v[j]) << 32 | (u32)token_of(s, j);
+  }
+  __syncthreads();
+  const int n = work.count;
+  u64 mine[FEW];
+#pragma unroll
+  for (int k = 0; k < FEW; k++) {
+    const int i = k * SEGMENT_THREADS + threadIdx.x;
+    mine[k] = 0;
+    if (i < n && n <= FEW * SEGMENT_THREADS) {
+      const u32 token = (u32)work.list[i];
+      mine[k] = noisy_key(__uint_as_float((u32)(work.list[i] >> 32)), token, position, seed, scale);
+    }
+  }
+  __syncthreads();
+  if (n > FEW * SEGMENT_THREADS) return false;
+  TopWork<FEW>& small = reinterpret_cast<TopWork<FEW>&>(work);       // the list is in registers now
+  block_top<FEW>(small, [&](int k) { return mine[k]; });
+  const u64 key = threadIdx.x < TOP ? small.top[threadIdx.x] : 0;
+  __syncthreads();
+  if (threadIdx.x < TOP) work.top[threadIdx.x] = key;
+  return true;
+}
+
 // Grid (S, D, R). logits: row r, depth d at r * row_stride + d * depth_stride. seeds null: no noise. norms: for how many depths
 // the sum of all tokens is wanted. Position of the token at depth d (0 = first): lengths[r] + 1 + d.
-extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS)
+extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS, 2)
 pick(const void* logits, long long row_stride, long long depth_stride, const float* temperature, const float* beta,
        const long long* seeds, const long long* lengths, const int* budgets, const int* rows, u64* keys, float2* sums, int V,
        int norms) {
@@ -43,7 +108,12 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
   }
   if (hot) {
 #pragma unroll
-    for (int j = 0; j < PER; j++) v[j] = div_rn(v[j], heat);
+    for (int j = 0; j < PER; j++) v[j] = divide_any(v[j], heat);
+  }
+  const long long part = ((long long)r * gridDim.y + d) * gridDim.x + s;
+  if (noisy && d >= norms && few_noisy(work, v, s, position, seed, scale)) {
+    if (tid < TOP) keys[part * TOP + tid] = work.top[tid];
+    return;
   }
   if (noisy) {
 #pragma unroll
@@ -53,7 +123,6 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
       for (int e = 0; e < 4; e++) v[4 * q + e] = add_rn(v[4 * q + e], mul_rn(gumbel(bits.word[e]), scale));
     }
   }
-  const long long part = ((long long)r * gridDim.y + d) * gridDim.x + s;
   if (d < norms) {
     float most = v[0];
 #pragma unroll
@@ -61,7 +130,7 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
     const float peak = block_max(most, room), sum = block_exp_sum(v, peak, room);
     if (tid == 0) sums[part] = make_float2(peak, sum);
   }
-  block_top<PER>(work, [&](int j) { return rank_key(v[j], token_of(s, j)); });
+  segment_top(work, v, s);
   if (tid < TOP) keys[part * TOP + tid] = work.top[tid];
 }
 #endif

@@ -12,13 +12,33 @@ inline u32 warp_max_u32(u32 v) {
 }
 inline u32 warp_min_u32(u32 v) { return ~warp_max_u32(~v); }
 inline u32 count_up(u32* p, u32 by) { const u32 old = *p; *p += by; return old; }
+inline float divide(float n, float d) { return n / d; }
 #else
+// n / d rounded to nearest, for d within 2^-20 .. 2^60 and n = 0 or |n| within 2^-80 .. 2^80: the steps of the compiler's own
+// division, without its test for other numbers and the call behind it.
+__device__ __forceinline__ float divide(float n, float d) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(d));
+  r = __fmaf_rn(r, __fmaf_rn(-d, r, 1.f), r);
+  float q = __fmul_rn(n, r);
+  q = __fmaf_rn(r, __fmaf_rn(-d, q, n), q);
+  return __fmaf_rn(r, __fmaf_rn(-d, q, n), q);
+}
 __device__ __forceinline__ u32 mul_high(u32 a, u32 b) { return __umulhi(a, b); }
 __device__ __forceinline__ int leading_zeros(u32 v) { return __clz(v); }
 __device__ __forceinline__ u32 warp_max_u32(u32 v) { return __reduce_max_sync(ALL_LANES, v); }
 __device__ __forceinline__ u32 warp_min_u32(u32 v) { return __reduce_min_sync(ALL_LANES, v); }
 __device__ __forceinline__ u32 count_up(u32* p, u32 by) { return atomicAdd(p, by); }   // integers: sums have no order
 #endif
+
+// n / d for any n but NaN, and d within 2^-20 .. 2^60; only results below the normal numbers may be a unit off.
+__device__ __forceinline__ float divide_any(float n, float d) {
+  constexpr float UP = 1099511627776.f, DOWN = 1.f / UP;                     // 2^40: scaling changes no digit
+  const float size = fabsf(n);
+  const bool large = size > 1.2e24f, small = size < 8e-25f;
+  const float q = mul_rn(divide(mul_rn(n, large ? DOWN : small ? UP : 1.f), d), large ? UP : small ? DOWN : 1.f);
+  return size > 3.4028235e38f ? n : q;
+}
 
 // e^x for x <= 0 (error below 3e-7 of the result); 0 below -86, and for -inf.
 __device__ __forceinline__ float exp_of(float x) {
@@ -41,7 +61,7 @@ __device__ __forceinline__ float minus_log(float x) {
   const int offset = (int)(__float_as_uint(x) - 0x3F3504F3u);                // 0x3F3504F3: sqrt(1/2)
   const float k = (float)(offset >> 23);
   const float f = sub_rn(__uint_as_float((offset & 0x7FFFFF) + 0x3F3504F3u), 1.f);
-  float s = div_rn(f, add_rn(f, 2.f));
+  float s = divide(f, add_rn(f, 2.f));
   const float t = mul_rn(s, s);
   float p = mul_rn(t, 1.f / 9);
   p = mul_rn(add_rn(p, 1.f / 7), t);

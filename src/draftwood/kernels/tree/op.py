@@ -19,6 +19,8 @@ _FOLDER = Path(__file__).parent
 _NULL = np.uint64(0)
 MOST_ROWS, MOST_DEPTH, MOST_VOCAB = 65535, 15, 32 * SEGMENT
 _THREADS = {"pick": 256, "merge": 256, "grow": 128}
+_PICK_SPILL = 48
+"""Bytes: two blocks on a multiprocessor leave 128 registers, and a handful of values outside the loops does not fit."""
 _GROW_SHARED = 49_152
 """Bytes a row's growth takes at most; grow.cu asserts it."""
 
@@ -47,7 +49,7 @@ def knobs(options: Options, depth: int, device: torch.device | str) -> Knobs:
     caps = [(n, min(c, TOP)) for n, c in options.caps]
     if not caps or any(n < 0 or c < 1 for n, c in caps) or sorted(caps) != caps:
         raise ValueError(f"caps are (nodes, cap) steps, ascending, caps of at least 1; not {options.caps}")
-    if not options.beta or not 1 <= options.candidates <= TOP or not 1 <= depth <= MOST_DEPTH:
+    if not options.beta or min(options.beta) < 0 or not 1 <= options.candidates <= TOP or not 1 <= depth <= MOST_DEPTH:
         raise ValueError(f"1 to {TOP} candidates and 1 to {MOST_DEPTH} depths; not {options.candidates}, {depth}, beta {options.beta}")
     beta = [options.beta[min(d, len(options.beta) - 1)] for d in range(depth)]
     extra = options.correction
@@ -100,7 +102,10 @@ def _shared(entry: str) -> int:
 def variants() -> list[Variant]:
     """Everything the launchers choose."""
     forms = [("pick", 0, 2), ("pick", 1, 2), ("merge", 0, 4), ("grow", 0, 2), ("grow", 1, 2)]
-    return [Variant(_source(entry, flag), _THREADS[entry], _shared(entry), blocks) for entry, flag, blocks in forms]
+    return [
+        Variant(_source(entry, flag), _THREADS[entry], _shared(entry), blocks, _PICK_SPILL if entry == "pick" else 0)
+        for entry, flag, blocks in forms
+    ]
 
 
 @functools.cache

@@ -5,7 +5,7 @@
 // 3. Each finds its rank by counting. Ranks are distinct, so the result has one form.
 // Step 1 compares values alone, which is cheap; only if ties make step 2 overflow is it done again with whole keys.
 #pragma once
-#include "numbers.cuh"
+#include "segment.cuh"
 
 constexpr int TOP = 64, TOP_THREADS = 256, GROUPS = TOP_THREADS / 2;
 
@@ -42,15 +42,15 @@ __device__ __forceinline__ void collect(TopWork<PER>& work, Key key, u64 bound) 
   for (int j = 0; j < PER; j++) if (key(j) >= bound) work.list[at++] = key(j);
 }
 
-// key(j), j < PER: this thread's keys. All threads of the block call it; work.top is complete after its last barrier.
-template <int PER, class Key>
-__device__ __forceinline__ void block_top(TopWork<PER>& work, Key key) {
+// key(j), j < KEYS: this thread's keys; returns the highest's value part. work.bound: a value part that at least 64 keys reach (1: fewer
+// than 64 pairs of threads have a key). All threads of the block call it; it ends with a barrier.
+template <int KEYS, int PER, class Key>
+__device__ __forceinline__ u32 block_bound(TopWork<PER>& work, Key key) {
   const int tid = threadIdx.x;
   u32 mine = 0;
 #pragma unroll
-  for (int j = 0; j < PER; j++) mine = max(mine, (u32)(key(j) >> 32));
+  for (int j = 0; j < KEYS; j++) mine = max(mine, (u32)(key(j) >> 32));
   work.maxima[tid] = mine;
-  if (tid < TOP) work.top[tid] = 0;
   if (tid == 0) { work.bound = 1; work.bound_key = 1; work.count = 0; }
   __syncthreads();
   if (tid < GROUPS) work.group[tid] = max(work.maxima[tid], work.maxima[tid + GROUPS]);
@@ -60,6 +60,15 @@ __device__ __forceinline__ void block_top(TopWork<PER>& work, Key key) {
     if (g && rank_among(work.group, g, tid) == TOP - 1) work.bound = g;
   }
   __syncthreads();
+  return mine;
+}
+
+// work.top is complete after the last barrier. All threads of the block call it.
+template <int PER, class Key>
+__device__ __forceinline__ void block_top(TopWork<PER>& work, Key key) {
+  const int tid = threadIdx.x;
+  if (tid < TOP) work.top[tid] = 0;
+  const u32 mine = block_bound<PER>(work, key);
   const u32 bound = work.bound;
   if (mine >= bound) collect<PER>(work, key, (u64)bound << 32);
   __syncthreads();
@@ -90,4 +99,12 @@ __device__ __forceinline__ void block_top(TopWork<PER>& work, Key key) {
     if (rank < TOP) work.top[rank] = k;
   }
   __syncthreads();
+}
+
+// The 64 best of a segment's values.
+__device__ __forceinline__ void segment_top(TopWork<PER>& work, const float (&v)[PER], int s) {
+  u32 order[PER];                                      // takes the place of v in the registers
+#pragma unroll
+  for (int j = 0; j < PER; j++) order[j] = v[j] > minus_infinity() ? float_order(add_rn(v[j], 0.f)) : 0;
+  block_top<PER>(work, [&](int j) { return order[j] ? (u64)order[j] << 32 | (u32)~token_of(s, j) : 0; });
 }
