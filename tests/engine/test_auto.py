@@ -87,3 +87,19 @@ def test_each_load_is_measured_once_and_sizes_beyond_any_repayment_are_not():
     costs = timing.learn(6, 10, False, seconds)
     assert costs.table.rows == (4, 6) and not costs.sampled
     assert timing.learn(6, 10, True, seconds).table.rows == (6,)
+
+
+def test_a_machine_that_changes_its_speed_while_it_is_measured_gives_the_same_ratios():
+    def table(speed):
+        calls = []
+
+        def seconds(p):
+            calls.append(p)
+            return (1.0 if p.depth == 0 else 1.5 + 0.1 * p.nodes) * speed(len(calls))
+
+        return Timing(max_rows=1, max_budget=64, block=8).learn(1, 10, False, seconds).table
+
+    steady = table(lambda call: 1.0)
+    for speed in (lambda call: 2.0 if call > 4 else 1.0, lambda call: 1.0 if call > 2 else 3.0):
+        found = table(speed)
+        assert found.drafted[0] / found.plain[0] == pytest.approx(steady.drafted[0] / steady.plain[0])

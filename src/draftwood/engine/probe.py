@@ -21,7 +21,7 @@ from draftwood.spec.sampling import Sampling
 
 NODES = (2, 5, 9, 17, 33, 65)
 """Nodes of a row, the root included, at which a drafted step is timed."""
-REPEATS = 2
+REPEATS = 3
 """Of which the fastest counts; the first warms up."""
 
 
@@ -97,19 +97,22 @@ class Timing:
     def learn(self, rows: int, context: int, sampled: bool, time: Callable[[Probe], float]) -> Costs:
         """Measure the load of `rows` rows by `time` and return the table of all known loads.
 
-        Sizes beyond those that a tree is likely to repay (half a block per row) are extrapolated instead.
+        A drafted step is timed against a plain one right beside it, because the policy lives by their ratio and a
+        machine that others use may be twice as slow a second later. Sizes beyond those that a tree is likely to repay
+        (half a block per row) are extrapolated instead.
         """
         bucket, known = self._bucket(rows), self._known[sampled]
-        plain = time(Probe(bucket, 1, 0, context, sampled))
-        drafted: list[float] = []
+        plain: list[float] = []
+        ratios: list[float] = []
         for nodes in self._nodes:
-            if len(drafted) >= 2 and drafted[-1] > plain * self._block / 2:
-                a, b = self._nodes[len(drafted) - 2], self._nodes[len(drafted) - 1]
-                slope = max(drafted[-1] - drafted[-2], 0.0) / (b - a)
-                drafted.append(drafted[-1] + slope * (nodes - b))
+            if len(ratios) >= 2 and ratios[-1] > self._block / 2:
+                a, b = self._nodes[len(ratios) - 2], self._nodes[len(ratios) - 1]
+                slope = max(ratios[-1] - ratios[-2], 0.0) / (b - a)
+                ratios.append(ratios[-1] + slope * (nodes - b))
             else:
-                drafted.append(time(Probe(bucket, nodes, self._block - 1, context, sampled)))
-        known[bucket] = (plain, drafted)
+                plain.append(time(Probe(bucket, 1, 0, context, sampled)))
+                ratios.append(time(Probe(bucket, nodes, self._block - 1, context, sampled)) / plain[-1])
+        known[bucket] = (min(plain), [ratio * min(plain) for ratio in ratios])
         loads = sorted(known)
         table = CostTable.of(loads, self._nodes, [known[n][1] for n in loads], [known[n][0] for n in loads])
         return Costs(sampled, table)
