@@ -208,6 +208,13 @@ def test_a_bad_request_is_one_line_and_leaves_the_engine_as_it_was(llm, prompt, 
     assert llm.engine.idle and llm.engine.scheduler.pool.free_count == llm.plan.num_pages
 
 
+@pytest.mark.parametrize("prompts", [None, 5, {"prompt": "the"}, {"the"}])
+def test_what_is_no_prompt_and_no_list_of_prompts_is_refused(llm, prompts):
+    with pytest.raises(RequestError, match="give a text, token ids, or a list of these"):
+        llm.generate(prompts)
+    assert llm.engine.idle
+
+
 def test_records_show_every_step_of_a_request(llm):
     llm.engine.records = []
     try:

@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 
 from draftwood.errors import ConfigError
-from draftwood.plan import Device, bandwidth_of
+from draftwood.plan import USED_SHARE, Device, bandwidth_of
 
 _CPU_SHARE = 0.7
 """Of the memory that is available; the rest stays the system's."""
-_GPU_SHARE = 0.92
 
 
 def detect(asked: str = "auto", ranks: int = 1, local_rank: int = 0) -> Device:
@@ -29,7 +28,7 @@ def detect(asked: str = "auto", ranks: int = 1, local_rank: int = 0) -> Device:
         raise ConfigError(f"rank {local_rank} has no GPU: this machine has {count}; lower --tp or --ep")
     free, total = torch.cuda.mem_get_info(local_rank)
     name = torch.cuda.get_device_name(local_rank)
-    return Device("cuda", name, int(min(free, total * _GPU_SHARE)), bandwidth_of(name))
+    return Device("cuda", name, int(min(free, total * USED_SHARE)), bandwidth_of(name))
 
 
 def available_memory() -> int:

@@ -116,6 +116,8 @@ class LLM:
         `params` are for all, or one for each. With `allow_special` the names of control tokens in a text are those
         tokens. Raises RequestError, before anything runs, when one of them cannot be served.
         """
+        if not isinstance(prompts, Sequence):
+            raise RequestError(f"prompts is {type(prompts).__name__}; give a text, token ids, or a list of these", "prompt")
         one = isinstance(prompts, str) or bool(prompts) and isinstance(prompts[0], int)
         many: list[Any] = [prompts] if one else list(prompts)
         each: list[Any] = [params] * len(many)

@@ -43,12 +43,12 @@ class Device:
 
 _READ_SHARE = 0.93
 """Pure reads reach this share of the specified bandwidth (measured on an H200: 4.48 of 4.8 TB/s)."""
-_USED_SHARE = 0.92
+USED_SHARE = 0.92
 """Of a GPU's memory; the rest is the context's, the allocator's and NCCL's."""
 
 
 def _gpu(name: str, gigabytes: float, terabytes_per_second: float) -> Device:
-    return Device("cuda", name, int(gigabytes * 1e9 * _USED_SHARE), terabytes_per_second * 1e12 * _READ_SHARE)
+    return Device("cuda", name, int(gigabytes * 1e9 * USED_SHARE), terabytes_per_second * 1e12 * _READ_SHARE)
 
 
 HARDWARE: dict[str, Device] = {

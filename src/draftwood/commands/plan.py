@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     made = plan.decide(options, checkpoint, device, strict=False)
     steps = _steps(made, checkpoint)
     with closed_pipe_is_fine():
-        console.write(_show(made, device, checkpoint, steps), end="\n")
+        console.write(_show(made, device, steps), end="\n")
         console.write(json_line(_record(made, device, steps)), end="\n")
     return 0
 
@@ -71,7 +71,7 @@ def _steps(made: Plan, checkpoint: plan.Checkpoint) -> list[dict[str, Any]]:
     return found
 
 
-def _show(made: Plan, device: plan.Device, checkpoint: plan.Checkpoint, steps: list[dict[str, Any]]) -> str:
+def _show(made: Plan, device: plan.Device, steps: list[dict[str, Any]]) -> str:
     """The plan for people."""
     trees = f"block {made.block}, at most {made.max_budget} nodes beyond the root, window {made.window}"
     facts = [
