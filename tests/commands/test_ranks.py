@@ -13,7 +13,7 @@ from tests.commands.tiny import checkpoint
 def started(monkeypatch):
     """Note what would have been started as ranks."""
     calls = []
-    monkeypatch.setattr(launch, "run_ranks", lambda argv, world: calls.append((list(argv), world)) or 7)
+    monkeypatch.setattr(launch, "run_ranks", lambda argv, world, drains=False: calls.append((list(argv), world)) or 7)
     return calls
 
 

@@ -119,8 +119,20 @@ def test_more_than_rows_and_queue_hold_is_429_with_a_time_to_come_back():
         until(lambda: server.metric("num_requests_running") == 2 and server.metric("num_requests_waiting") == 3)
         llm.go.set()
         assert all(one.result().status_code == 200 for one in held)
-        assert ask(server, n=6).status_code == 429, "all answers of a request are queued, or none"
         assert ask(server, n=5).status_code == 200
+        never = ask(server, n=6)
+        assert never.status_code == 400 and never.json()["error"]["param"] == "n", "coming back would not help"
+
+
+def test_all_answers_of_a_request_are_queued_or_none():
+    llm = FakeLLM(rows=2)
+    llm.go.clear()
+    with serving(lambda: llm, max_queue=3) as server, ThreadPoolExecutor(2) as pool:
+        held = pool.submit(ask, server, n=3)
+        until(lambda: len(server.runner.open) == 3)
+        assert ask(server, n=3).status_code == 429 and len(server.runner.open) == 3
+        llm.go.set()
+        assert held.result().status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

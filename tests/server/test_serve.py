@@ -34,8 +34,9 @@ def is_ready(url: str) -> bool:
     return httpx.get(f"{url}/health", timeout=30).status_code == 200
 
 
-def test_sigterm_lets_open_answers_end_and_exits_with_0():
-    with process() as (running, url), ThreadPoolExecutor(1) as pool:
+@pytest.mark.parametrize("flags", [(), pytest.param(("--tp", "2"), marks=pytest.mark.slow)])
+def test_sigterm_lets_open_answers_end_and_exits_with_0(flags):
+    with process(*flags) as (running, url), ThreadPoolExecutor(1) as pool:
         until(lambda: is_ready(url), 60)
         body = {"prompt": "def f(", "max_tokens": 120, "ignore_eos": True}
         answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)

@@ -39,12 +39,13 @@ def is_rank() -> bool:
     return env.read("RANK") != "" and env.read("WORLD_SIZE") not in ("", "1")
 
 
-def run_ranks(argv: Sequence[str], world: int, command: Sequence[str] | None = None) -> int:
+def run_ranks(argv: Sequence[str], world: int, command: Sequence[str] | None = None, drains: bool = False) -> int:
     """Run `draftwood argv...` as `world` ranks; return the exit code of the whole.
 
     `argv` is the command line after `draftwood`; `command` replaces `python -m draftwood` (tests). Rank 0 has
     this process's stdin, stdout and stderr; what other ranks write is shown only when they fail. The code is rank 0's
     when all end well, 2 when a rank refused its input, 1 when a rank failed or was killed, 130 after Ctrl-C.
+    SIGTERM ends all ranks; with `drains`, the first one is rank 0's own, which ends when it is ready to.
     Raises ConfigError inside a rank: ranks do not start ranks.
     """
     if is_rank():
@@ -55,7 +56,7 @@ def run_ranks(argv: Sequence[str], world: int, command: Sequence[str] | None = N
     for rank in ranks:
         rank.listen()  # a thread each: only after the last fork
     try:
-        with _signals(ranks[0]) as interrupts:
+        with _signals(ranks[0], drains) as interrupts:
             failed = _watch(ranks, interrupts)
     finally:
         _end(ranks)
@@ -211,12 +212,14 @@ def _prepare_other() -> None:
 
 
 @contextlib.contextmanager
-def _signals(first: _Rank) -> Iterator[list[int]]:
-    """While inside, SIGINT goes to rank 0 and SIGTERM ends the supervisor (and with it all ranks).
+def _signals(first: _Rank, drains: bool) -> Iterator[list[int]]:
+    """While inside, SIGINT goes to rank 0 and SIGTERM ends the supervisor (and with it all ranks). With `drains`, the
+    first SIGTERM goes to rank 0, too.
 
     Yields the list of SIGINTs received. A terminal sends Ctrl-C to rank 0 by itself.
     """
     interrupts: list[int] = []
+    passed: list[int] = []
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)
@@ -224,7 +227,10 @@ def _signals(first: _Rank) -> Iterator[list[int]]:
             first.process.send_signal(signal.SIGINT)
 
     def on_terminate(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        if not drains or passed or first.code() is not None:
+            raise SystemExit(128 + number)
+        passed.append(number)
+        first.process.send_signal(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield interrupts

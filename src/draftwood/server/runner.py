@@ -116,6 +116,10 @@ class Runner:
             raise HttpError(503, self.reason(), code=self.phase, retry_after=wait)
         return self.llm
 
+    def most(self) -> int:
+        """Most requests that may be open at a time. Raises HttpError as `require`."""
+        return self._most(self.require())
+
     def reason(self) -> str:
         """Say why there is no answer now."""
         return {
@@ -127,7 +131,7 @@ class Runner:
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
         """Queue tickets, all or none. Raises Overloaded when too many requests are open, HttpError when not ready."""
-        most = self._most(self.require())
+        most = self.most()
         if len(self.open) + len(tickets) > most:
             raise Overloaded(
                 f"{len(self.open)} requests are open and {len(tickets)} more exceed the limit of {most}; try again later",

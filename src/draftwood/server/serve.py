@@ -12,8 +12,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from draftwood import env, ranks
-from draftwood.config import Options, add_options, options_from
+from draftwood.config import Options, Plan, add_options, options_from
 from draftwood.errors import ConfigError, DraftwoodError
+from draftwood.plan import NOT_LOADED
 
 if TYPE_CHECKING:
     from draftwood.llm import LLM
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; return 0, or 1 when the engine failed."""
     options = options_from(args)
     settings = _settings(args, options)
-    code = ranks.start(args, options)
+    code = ranks.start(args, options, drains=True)
     if code is not None:
         return code
     if not ranks.is_first():
@@ -170,6 +171,7 @@ async def _until_end(server: Any, service: Service, listener: socket.socket) -> 
     while not serving.done() and not server.asked and not runner.ended.is_set():
         if runner.ready.is_set() and not told:
             told = True
+            _say_notes(runner.llm.plan if runner.llm is not None else None)
             _say(f"ready: {_address(listener)}/v1")
         await asyncio.sleep(0.05)
     if server.asked and not runner.ended.is_set():
@@ -185,6 +187,13 @@ async def _until_end(server: Any, service: Service, listener: socket.socket) -> 
         _say("the engine does not end; leaving it")
         os._exit(1)
     return _exit_code(runner.error)
+
+
+def _say_notes(plan: Plan | None) -> None:
+    """Say where the plan is not what was asked for, or not what might be expected."""
+    for note in plan.notes if plan is not None else ():
+        if note != NOT_LOADED:  # that was asked for
+            _say(f"note: {note}")
 
 
 def _exit_code(error: BaseException | None) -> int:

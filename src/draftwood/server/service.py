@@ -136,6 +136,8 @@ class Service:
         self, asks: Sequence[tuple[list[int], SamplingParams, AnswerStream | None]]
     ) -> tuple[Exchange, list[Ticket]]:
         exchange = Exchange(self.runner, self._observe, self.metrics.left)
+        if len(asks) > (most := self.runner.most()):
+            raise RequestError(f"{len(asks)} answers are more than the {most} that may be open here; ask for fewer", "n")
         tickets = [Ticket(i, ids, params, exchange, reader) for i, (ids, params, reader) in enumerate(asks)]
         exchange.open(tickets)
         return exchange, tickets
