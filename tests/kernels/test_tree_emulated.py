@@ -102,7 +102,7 @@ def test_candidates_are_the_references_to_the_bit(v: int, dtype: torch.dtype, ki
         got = op.candidates(logits, heat, budgets, given, buffers, seeds if noisy else None, lengths)
         for name in ("ids", "z", "places", "norm"):
             assert same(getattr(got, name)[:r], getattr(want, name)), (name, noisy)
-        if noisy:                                      # where no sum is wanted, most noise is not found
+        if noisy:  # where no sum is wanted, most noise is not found
             few = op.candidates(logits, heat, budgets, given, op.allocate(r, d, v, "cpu"), seeds, lengths, norms=0)
             for name in ("ids", "z", "places"):
                 assert same(getattr(few, name), getattr(want, name)), name
@@ -112,7 +112,7 @@ def test_candidates_are_the_references_to_the_bit(v: int, dtype: torch.dtype, ki
         ids, scores, raw = spec._marginals(logits, [0, 1, 2], heat.tolist(), spec_noise, given.options.beta, 64)
         width = ids.shape[-1]
         assert want.ids[..., :width].tolist() == ids.tolist()
-        assert torch.equal(want.z[..., :width], torch.from_numpy(raw))   # -0 is +0 here
+        assert torch.equal(want.z[..., :width], torch.from_numpy(raw))  # -0 is +0 here
         normed = want.z - want.norm.where(want.norm > -torch.inf, 0.0)[..., None]
         torch.testing.assert_close(normed[..., :width], torch.from_numpy(scores), rtol=1e-6, atol=4e-6)
 

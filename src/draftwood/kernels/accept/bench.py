@@ -1,4 +1,4 @@
-"""Benchmark cases of the accept kernels: K2.6's vocabulary in float32, rows 1 / 32 / 128, budgets 16 / 64, choice and walk together."""
+"""Benchmark cases of the accept kernels: K2.6's vocabulary in float32, rows 1 / 32 / 128, budgets 16 / 64; choice and walk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ COLD = 240_000_000
 """Bytes of different logits in one measured graph: several times the L2 of an H200."""
 SIZES = ((1, 1), (1, 17), (1, 65), (32, 17), (32, 65), (128, 17))
 """(rows, nodes of each)"""
-KINDS = {"greedy": (0, 2.0), "T 1": (1, 2.0), "top-p .95": (2, 2.0), "top-k 20": (3, 2.0), "penalties": (5, 2.0), "top-p flat": (7, 1.2)}
+KINDS = {
+    "greedy": (0, 2.0),
+    "T 1": (1, 2.0),
+    "top-p .95": (2, 2.0),
+    "top-k 20": (3, 2.0),
+    "penalties": (5, 2.0),
+    "top-p flat": (7, 1.2),
+}
 """Index into scenario.KINDS and the logits' sharpness."""
 
 

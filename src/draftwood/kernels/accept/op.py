@@ -136,8 +136,8 @@ def walk(
     _kernel("walk", 1, counts.device.index or 0)(
         r, _THREADS["walk"],
         (at.tokens, at.parents, counts, _or_null(at.forced), _or_null(rows), buffers.where, buffers.choices,
-         buffers.scores if logprobs else _NULL, np.int32(n), np.int32(width), out.nodes, out.counts, out.tokens, out.emitted, out.final,
-         out.logprobs, out.chosen),
+         buffers.scores if logprobs else _NULL, np.int32(n), np.int32(width), out.nodes, out.counts, out.tokens, out.emitted,
+         out.final, out.logprobs, out.chosen),
         pdl=pdl,
     )  # fmt: skip
     return out
@@ -154,7 +154,12 @@ def _fits(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...
 
 def _check(logits: Tensor, at: Nodes, params: Params, buffers: Buffers, live: Tensor | None) -> None:
     m, v = logits.shape
-    if logits.dtype not in (torch.bfloat16, torch.float32) or logits.stride(1) != 1 or logits.stride(0) % 8 or logits.data_ptr() % 16:
+    if (
+        logits.dtype not in (torch.bfloat16, torch.float32)
+        or logits.stride(1) != 1
+        or logits.stride(0) % 8
+        or logits.data_ptr() % 16
+    ):
         raise ValueError(f"logits must be float32 or bf16 in rows on 16 bytes; they are {logits.dtype}, strides {logits.stride()}")
     r, n = at.tokens.shape
     for name, x in (("tokens", at.tokens), ("parents", at.parents), ("depths", at.depths)):

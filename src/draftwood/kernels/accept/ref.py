@@ -2,8 +2,8 @@
 
 At a node, always on its raw logits x in float32 (NaN = -inf):
 
-1. logit bias: added. 2. Penalties over history and the node's own path below the root. Repetition r, for tokens of prompt or path or
-   generated ones: x / r if x > 0 else x * r. Frequency f and presence p, for tokens generated n > 0 times (path nodes count):
+1. logit bias: added. 2. Penalties over history and the node's own path below the root. Repetition r, for tokens of the prompt or
+   path or generated: x / r if x > 0 else x * r. Frequency f and presence p, for tokens generated n > 0 times (path nodes count):
    x - f * n - p.
 3. greedy (T <= 1e-5): argmax, lowest id on ties; no filter applies. Otherwise z = x / T.
 4. min-p m: keep z >= max z + log m. 5. top-k: keep the k first in the order (z descending, id ascending).
@@ -49,7 +49,7 @@ class Params:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Trees of R rows [R, N] int64 and the verified nodes [M] int64; lengths int64 [R]; forced uint8 [R] (chains of known tokens)."""
+    """Trees of R rows [R, N] int64 and the verified nodes [M] int64; lengths int64 [R]; forced uint8 [R] (known chains)."""
 
     tokens: Tensor
     parents: Tensor
@@ -136,8 +136,8 @@ def choose(logits: Tensor, at: Nodes, params: Params) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Path:
-    """What a step accepted, padded to P: nodes, tokens, chosen [R, P] int64 (-1), logprobs [R, P] float32 (0); counts (accepted nodes,
-    the root included), emitted, final [R] int64. chosen: which of the M choices each emitted token is."""
+    """What a step accepted, padded to P: nodes, tokens, chosen [R, P] int64 (-1), logprobs [R, P] float32 (0); counts (accepted
+    nodes, root included), emitted, final [R] int64. chosen: which of the M choices each emitted token is."""
 
     nodes: Tensor
     counts: Tensor

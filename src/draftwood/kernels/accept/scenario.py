@@ -44,8 +44,8 @@ def params(rows: int, vocab: int, device: torch.device | str, kinds: Sequence[in
 def nodes(
     counts: Sequence[int], vocab: int, device: torch.device | str, seed: int = 0, forced: Sequence[bool] = (), width: int = 0
 ) -> tuple[ref.Nodes, Tensor]:
-    """Random trees of these many nodes, at most DEPTH deep (forced rows: chains), all of whose nodes are verified (of a chain the last
-    one); and the counts on the device."""
+    """Random trees of these many nodes, at most DEPTH deep (forced rows: chains), all of whose nodes are verified (of a chain the
+    last); and the counts on the device."""
     made = torch.Generator().manual_seed(seed)
     rows, width = len(counts), max(width, *counts)
     chains = [*forced, *[False] * (rows - len(forced))]
@@ -60,7 +60,15 @@ def nodes(
     where = [(r, i) for r, n in enumerate(counts) for i in (range(n - 1, n) if chains[r] else range(n))]
     at = torch.tensor(where)
     lengths = torch.randint(0, 1 << 18, (rows,), generator=made)
-    parts = (tokens, parents, depths, lengths, at[:, 0].contiguous(), at[:, 1].contiguous(), torch.tensor(chains, dtype=torch.uint8))
+    parts = (
+        tokens,
+        parents,
+        depths,
+        lengths,
+        at[:, 0].contiguous(),
+        at[:, 1].contiguous(),
+        torch.tensor(chains, dtype=torch.uint8),
+    )
     return ref.Nodes(*(t.to(device) for t in parts)), torch.tensor(counts).to(device)
 
 
@@ -97,4 +105,5 @@ def pick(params: ref.Params, at: ref.Nodes, index: Tensor) -> tuple[ref.Params, 
 
 def buffers(at: ref.Nodes, vocab: int, spare: int = 0) -> op.Buffers:
     """Fresh buffers for these nodes."""
-    return op.allocate(len(at.rows) + spare, *at.tokens.shape, vocab, at.tokens.device)
+    r, n = at.tokens.shape
+    return op.allocate(len(at.rows) + spare, r, n, vocab, at.tokens.device)

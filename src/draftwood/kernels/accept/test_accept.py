@@ -1,4 +1,4 @@
-"""Accept kernels: compile limits and refusals without a GPU; on a GPU, the reference's choices and paths to the bit, and the laws."""
+"""Accept kernels: compile limits and refusals without a GPU; on a GPU, the reference to the bit, and the laws."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class TestOnDevice:
         buffers = op.allocate(m, rows, 65, 8, "cuda")
         made = torch.Generator(device="cuda").manual_seed(0)
         choices = torch.randint(0, 50, (m,), device="cuda", generator=made)
-        for i in range(0, m, 2):                       # every other choice is a child's token where there is a child
+        for i in range(0, m, 2):  # every other choice is a child's token where there is a child
             r, n = int(at.rows[i]), int(at.nodes[i])
             children = (at.parents[r] == n).nonzero()[:, 0].tolist()
             if children:

@@ -2,6 +2,8 @@
 // Chains of known tokens (forced rows) keep every node and emit the last node's choice. Grid (R), 32 threads.
 #include "../rounded.cuh"
 
+__device__ __forceinline__ int lowest(u32 bits) { return __popc((bits & (0u - bits)) - 1); }   // place of the lowest bit
+
 // tokens, parents [R][N], counts [R]; where [R][N] -> m, choices and scores [M] as `decide` leaves them. Outputs padded with -1 (scores
 // 0): path [R][P], accepted [R], emitted_tokens [R][P], emitted [R], final [R], logprobs [R][P], chosen [R][P] (m of each emitted token).
 // A walk ends after P nodes at the latest: what it commits is a choice all the same.
@@ -27,23 +29,55 @@ walk(const long long* tokens, const long long* parents, const long long* counts,
     }
     steps = 1;
   } else {
+    constexpr int HELD = 3;                            // nodes of a lane: lane, lane + 32, lane + 64
+    const bool held = n <= 32 * HELD;                  // a tree always is
+    long long token[HELD], choice[HELD];
+    int parent[HELD], place[HELD];
+#pragma unroll
+    for (int k = 0; k < HELD; k++) {
+      const int i = lane + 32 * k;
+      const bool live = held && i < n;
+      token[k] = live ? tokens[at + i] : -1;
+      parent[k] = live ? (int)parents[at + i] : -1;
+      place[k] = live ? where[at + i] : 0;
+      choice[k] = live ? choices[place[k]] : 0;
+    }
     int node = 0;
     while (true) {
-      last = where[at + node];
-      const long long token = choices[last];
+      long long chosen_token = 0;
+      if (held) {
+#pragma unroll
+        for (int k = 0; k < HELD; k++) {
+          const long long here = __shfl_sync(ALL_LANES, choice[k], node & 31);
+          const int m = __shfl_sync(ALL_LANES, place[k], node & 31);
+          if (node >> 5 == k) { chosen_token = here; last = m; }
+        }
+      } else {
+        last = where[at + node];
+        chosen_token = choices[last];
+      }
       if (lane == 0) {
         path[to + length] = node;
-        emitted_tokens[to + length] = token;
+        emitted_tokens[to + length] = chosen_token;
         logprobs[to + length] = scores ? scores[last] : 0.f;
         chosen[to + length] = last;
       }
       length++;
       if (length == P) break;
-      int next = 0;
-      for (int i = node + 1; i < n && !next; i += 32) {                // children stand behind their parent; the first one counts
-        const bool match = i + lane < n && parents[at + i + lane] == node && tokens[at + i + lane] == token;
-        const u32 all = __ballot_sync(ALL_LANES, match);
-        if (all) next = i + __popc((all & (0u - all)) - 1);            // its lowest bit
+      int next = 0;                                    // children stand behind their parent; the first one counts
+      if (held) {
+#pragma unroll
+        for (int k = HELD - 1; k >= 0; k--) {
+          const bool match = lane + 32 * k > node && parent[k] == node && token[k] == chosen_token;
+          const u32 all = __ballot_sync(ALL_LANES, match);
+          if (all) next = 32 * k + lowest(all);
+        }
+      } else {
+        for (int i = node + 1; i < n && !next; i += 32) {
+          const bool match = i + lane < n && parents[at + i + lane] == node && tokens[at + i + lane] == chosen_token;
+          const u32 all = __ballot_sync(ALL_LANES, match);
+          if (all) next = i + lowest(all);
+        }
       }
       if (!next) break;
       node = next;

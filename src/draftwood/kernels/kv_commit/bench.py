@@ -59,7 +59,14 @@ def cases() -> list[Case]:
     for rows in ROWS:
         moves = rows * (len(PATH) - 1)
         found.append(
-            Case("kv_commit", f"latents 61x576 rows {rows}", functools.partial(_latents, rows), op.bytes_moved(moves, LAYERS, WIDTH * 2))
+            Case(
+                "kv_commit",
+                f"latents 61x576 rows {rows}",
+                functools.partial(_latents, rows),
+                op.bytes_moved(moves, LAYERS, WIDTH * 2),
+            )
         )
-        found.append(Case("kv_commit", f"taps 6x7168 rows {rows}", functools.partial(_taps, rows), op.bytes_moved(moves, 1, TAPS * 2)))
+        found.append(
+            Case("kv_commit", f"taps 6x7168 rows {rows}", functools.partial(_taps, rows), op.bytes_moved(moves, 1, TAPS * 2))
+        )
     return found

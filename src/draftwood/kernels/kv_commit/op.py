@@ -67,7 +67,14 @@ def commit_taps(
 
 
 def _launch(
-    data: Tensor, slots: Tensor | None, starts: Tensor | None, nodes: int, path: Tensor, counts: Tensor, rows: Tensor | None, pdl: bool
+    data: Tensor,
+    slots: Tensor | None,
+    starts: Tensor | None,
+    nodes: int,
+    path: Tensor,
+    counts: Tensor,
+    rows: Tensor | None,
+    pdl: bool,
 ) -> None:
     r, width = path.shape
     for name, x, shape in (("path", path, (r, width)), ("counts", counts, (r,))):
@@ -85,8 +92,9 @@ def _launch(
     columns = wide * size // 16
     _kernel(data.device.index or 0)(
         (-(-layers * columns // _THREADS), r), _THREADS,
-        (data, _NULL if slots is None else slots, _NULL if starts is None else starts, path, counts, _NULL if rows is None else rows,
-         np.int32(nodes), np.int32(width), np.int32(layers), np.int32(columns), np.int64(strides[0]), np.int64(strides[1])),
+        (data, _NULL if slots is None else slots, _NULL if starts is None else starts, path, counts,
+         _NULL if rows is None else rows, np.int32(nodes), np.int32(width), np.int32(layers), np.int32(columns),
+         np.int64(strides[0]), np.int64(strides[1])),
         pdl=pdl,
     )  # fmt: skip
 

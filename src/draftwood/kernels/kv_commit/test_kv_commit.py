@@ -52,7 +52,9 @@ class TestOnDevice:
     @pytest.mark.parametrize(("layers", "width"), [(61, 576), (8, 112)])
     @pytest.mark.parametrize("rows", [1, 2, 7, 33, 128])
     @pytest.mark.parametrize("nodes", [1, 2, 9, 33, 65])
-    def test_latents_are_the_references_and_other_slots_keep_their_bits(self, layers: int, width: int, rows: int, nodes: int) -> None:
+    def test_latents_are_the_references_and_other_slots_keep_their_bits(
+        self, layers: int, width: int, rows: int, nodes: int
+    ) -> None:
         if layers * rows * nodes * width > 2**28:
             layers = 3
         g = torch.Generator("cuda").manual_seed(0)

@@ -12,7 +12,7 @@
 #ifndef TABLE
 #define TABLE 0
 #endif
-constexpr int TOP = 64, NODES = 65, DEPTHS = 15, GROW_THREADS = 128;
+constexpr int TOP = 64, NODES = 65, DEPTHS = 15, GROW_THREADS = 128, LIKELY = 16;
 constexpr u32 FRESH = 1u << 15, EPOCH = 1u << 16;      // serial = epoch, then refused ones in order, then fresh ones in order
 
 
@@ -49,6 +49,11 @@ __device__ __forceinline__ u64 order_of(double v) {    // orders as the double d
   const u64 b = (u64)__double_as_longlong(__dadd_rn(v, 0.0));
 #endif
   return b >> 63 ? ~b : b | 1ull << 63;
+}
+__device__ __forceinline__ void fetch_ahead(const void* p) {
+#ifndef EMULATION
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
 }
 __device__ __forceinline__ double add_double(double a, double b) {
 #ifdef EMULATION
@@ -219,11 +224,14 @@ grow(const int* ids, const float* z, const int* places, const float* norm, const
     __syncthreads();
 #if TABLE
     for (int i = tid; i < (D - 1) * TOP; i += GROW_THREADS) {
-      const int d = i / TOP, c = i % TOP, id = row.ids[d][c];
+      const int d = i / TOP, c = i % TOP, place = d ? places[((long long)r * D + d) * TOP + c] : c, id = row.ids[d][place];
       const bool there = id >= 0 && id < known;
-      row.low[d][c] = there ? row_ptr[id] : 0;
-      row.length[d][c] = there ? row_ptr[id + 1] - row_ptr[id] : 0;
-      row.base[d][c] = there ? base[id] : 0.f;
+      const int low = there ? row_ptr[id] : 0, length = there ? row_ptr[id + 1] - low : 0;
+      row.low[d][place] = low;
+      row.length[d][place] = length;
+      row.base[d][place] = there ? base[id] : 0.f;
+      if (c < LIKELY)                                  // likely parents: their entries travel before they are asked for
+        for (int k = 0; k < min(length, 512); k += 32) { fetch_ahead(cols + low + k); fetch_ahead(vals + low + k); }
     }
     const float heat = temperature[r];
     const float weight = (float)(alpha / (double)(heat > 1e-5f ? heat : 1.f));

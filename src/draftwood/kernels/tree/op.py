@@ -37,7 +37,10 @@ class Knobs:
 
 @dataclass(frozen=True)
 class Buffers:
-    """What candidates need for up to `rows` rows, fixed addresses: keys int64 [rows, depth, S, 64], sums float32 [rows, depth, S, 2]."""
+    """What candidates need for up to `rows` rows, fixed addresses.
+
+    keys int64 [rows, depth, S, 64], sums float32 [rows, depth, S, 2]: of each segment.
+    """
 
     keys: Tensor
     sums: Tensor
@@ -50,7 +53,9 @@ def knobs(options: Options, depth: int, device: torch.device | str) -> Knobs:
     if not caps or any(n < 0 or c < 1 for n, c in caps) or sorted(caps) != caps:
         raise ValueError(f"caps are (nodes, cap) steps, ascending, caps of at least 1; not {options.caps}")
     if not options.beta or min(options.beta) < 0 or not 1 <= options.candidates <= TOP or not 1 <= depth <= MOST_DEPTH:
-        raise ValueError(f"1 to {TOP} candidates and 1 to {MOST_DEPTH} depths; not {options.candidates}, {depth}, beta {options.beta}")
+        raise ValueError(
+            f"1 to {TOP} candidates and 1 to {MOST_DEPTH} depths; not {options.candidates}, {depth}, beta {options.beta}"
+        )
     beta = [options.beta[min(d, len(options.beta) - 1)] for d in range(depth)]
     extra = options.correction
     if extra is not None and (extra.dim() != 3 or extra.shape[0] != 2 or not extra.numel()):
@@ -83,9 +88,7 @@ def allocate_trees(rows: int, device: torch.device | str) -> Trees:
     """Make the output of `grow` for up to `rows` rows."""
     make = functools.partial(torch.zeros, device=device, dtype=torch.int64)
     each = (rows, NODES)
-    return Trees(
-        make(each), make(each), make(each), make(each), make(rows), make(each, dtype=torch.float32), make((*each, 2))
-    )
+    return Trees(make(each), make(each), make(each), make(each), make(rows), make(each, dtype=torch.float32), make((*each, 2)))
 
 
 def _source(entry: str, flag: int) -> jit.Source:
@@ -183,7 +186,7 @@ def grow(
     _count_fits(rows)
     if found.ids.shape[0] < r or out.tokens.shape[0] < r or d != len(given.beta):
         raise ValueError(
-            f"{r} rows, candidates of {found.ids.shape[0]}, trees for {out.tokens.shape[0]}; {d} depths, knobs for {len(given.beta)}"
+            f"{r} rows, candidates of {found.ids.shape[0]}, trees for {out.tokens.shape[0]}; {d} depths, {len(given.beta)} known"
         )
     _check_table(table)
     if r == 0:
@@ -205,11 +208,15 @@ def grow(
 def _check_logits(logits: Tensor, given: Knobs, buffers: Buffers) -> None:
     r, d, v = logits.shape
     if logits.dtype not in (torch.bfloat16, torch.float32) or logits.stride(2) != 1 or logits.data_ptr() % 16:
-        raise ValueError(f"logits must be bf16 or float32 with contiguous tokens; they are {logits.dtype}, strides {logits.stride()}")
+        raise ValueError(
+            f"logits must be bf16 or float32 with contiguous tokens; they are {logits.dtype}, strides {logits.stride()}"
+        )
     if v % 8 or any(s % 8 for s in logits.stride()[:2]):
         raise ValueError(f"logits of {v} tokens, strides {logits.stride()}: all must be multiples of 8")
     if buffers.keys.shape[0] < r or tuple(buffers.keys.shape[1:3]) != (d, -(-v // SEGMENT)) or len(given.beta) != d:
-        raise ValueError(f"logits {tuple(logits.shape)} do not fit buffers {tuple(buffers.keys.shape)}, knobs for {len(given.beta)}")
+        raise ValueError(
+            f"logits {tuple(logits.shape)} do not fit buffers {tuple(buffers.keys.shape)}, knobs for {len(given.beta)}"
+        )
 
 
 def _check_table(table: Table | None) -> None:

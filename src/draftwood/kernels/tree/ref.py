@@ -5,8 +5,8 @@
     s(x | a) = log_softmax over the candidates of z_d(x) + weight * PMI(a, x)      deeper, with a table; weight = alpha / T
 
 The candidates of a depth are its 64 tokens of highest z (value descending, id ascending). Growth is best-first over the cumulative
-sum of s (arXiv 2604.12989). Every float32 operation has one order, the kernels', so trees and scores are theirs to the bit; only the
-logs of sums may differ from another implementation's in the last bits, which matters between scores that close, of different depths.
+sum of s (arXiv 2604.12989). Every float32 operation has one order, the kernels', so trees and scores are theirs to the bit. Another
+implementation's logs of sums may differ in the last bits, which matters between scores that close, of different depths.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Options:
 @dataclass(frozen=True)
 class Trees:
     """R trees padded to 65 nodes (token 0, parent -1, depth 0, no bits): tokens, parents, depths, positions [R, 65] int64,
-    counts [R] int64, logprob [R, 65] float32, ancestors [R, 65, 2] int64 (bit j of the two words: node j is an ancestor or self)."""
+    counts [R] int64, logprob [R, 65] float32, ancestors [R, 65, 2] int64 (bit j of both words: node j is an ancestor or self)."""
 
     tokens: Tensor
     parents: Tensor
@@ -106,7 +106,7 @@ def _first_list(found: Candidates, r: int, d: int, width: int) -> list[tuple[int
 
 def _table_list(found: Candidates, r: int, d: int, width: int, table: Table, weight: Tensor, token: int) -> list[tuple[int, float]]:
     """(token, s) of the candidates of depth index d after `token`, best first."""
-    order = found.places[r, d].long().argsort()                      # ascending ids
+    order = found.places[r, d].long().argsort()  # ascending ids
     ids, z = found.ids[r, d][order], found.z[r, d].masked_fill(torch.arange(TOP, device=order.device) >= width, -torch.inf)[order]
     pmi = torch.zeros_like(z)
     if 0 <= token < len(table.base):
@@ -162,10 +162,10 @@ def grow(
 def _grow_row(
     found: Candidates, r: int, root: int, budget: int, options: Options, table: Table | None, weight: Tensor
 ) -> list[tuple[int, int, int, float]]:
-    """(token, parent, depth, cumulative score) of each node in order. Each node offers one child at a time: its best not yet taken."""
+    """(token, parent, depth, cumulative score) of each node in order. Each node offers one child at a time: its best."""
     nodes = [(root, -1, 0, 0.0)]
     spine, next_rank = [True], [0]
-    offers: dict[int, tuple[float, int, int, float]] = {}             # by node: key, token, serial, total
+    offers: dict[int, tuple[float, int, int, float]] = {}  # by node: key, token, serial, total
     refused: list[int] = []
     depth_count, width = found.ids.shape[1], TOP if table is None else options.candidates
     known: dict[tuple[int, int], list[tuple[int, float]]] = {}

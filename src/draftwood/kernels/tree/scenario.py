@@ -25,7 +25,9 @@ class Rows:
         return Rows(*(t[index].contiguous() for t in vars(self).values()))
 
 
-def logits(rows: int, depth: int, vocab: int, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+def logits(
+    rows: int, depth: int, vocab: int, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> Tensor:
     """Heavy-tailed logits [R, D, V], flatter with depth, like a drafter's."""
     made = torch.Generator(device=device).manual_seed(seed)
     out = torch.empty(rows, depth, vocab, dtype=dtype, device=device)
@@ -56,7 +58,7 @@ def table(vocab: int, each: int, device: torch.device | str, seed: int = 0) -> r
     ends = sizes.cumsum(0)
     step = (vocab / sizes.clamp(min=1)).repeat_interleave(sizes)
     place = torch.arange(total) - (ends - sizes).repeat_interleave(sizes)
-    cols = ((place + torch.rand(total, generator=made) * 0.99) * step).long().clamp(max=vocab - 1)   # ascending within a row
+    cols = ((place + torch.rand(total, generator=made) * 0.99) * step).long().clamp(max=vocab - 1)  # ascending within a row
     flat = torch.repeat_interleave(torch.arange(vocab), sizes) * vocab + cols
     keep = torch.ones(total, dtype=torch.bool)
     keep[1:] = flat[1:] != flat[:-1]
@@ -67,13 +69,27 @@ def table(vocab: int, each: int, device: torch.device | str, seed: int = 0) -> r
 
 
 def run(
-    x: Tensor, given: Rows, knobs: op.Knobs, table: ref.Table | None = None, noisy: bool = True, live: Tensor | None = None, spare: int = 0
+    x: Tensor,
+    given: Rows,
+    knobs: op.Knobs,
+    table: ref.Table | None = None,
+    noisy: bool = True,
+    live: Tensor | None = None,
+    spare: int = 0,
 ) -> tuple[ref.Candidates, ref.Trees]:
     """Candidates and trees in fresh buffers; `spare` rows more than needed."""
     r, depth, vocab = x.shape
     buffers, out = op.allocate(r + spare, depth, vocab, x.device), op.allocate_trees(r + spare, x.device)
     found = op.candidates(
-        x, given.temperature, given.budgets, knobs, buffers, given.seeds if noisy else None, given.lengths, live, 1 if table else depth
+        x,
+        given.temperature,
+        given.budgets,
+        knobs,
+        buffers,
+        given.seeds if noisy else None,
+        given.lengths,
+        live,
+        1 if table else depth,
     )
     op.grow(found, given.roots, given.lengths, given.budgets, given.temperature, knobs, out, table, live)
     return found, out

@@ -1,4 +1,4 @@
-"""Tree kernels: compile limits and refusals without a GPU; on a GPU, the reference's candidates and trees to the bit, and the laws."""
+"""Tree kernels: compile limits and refusals without a GPU; on a GPU, the reference to the bit, and the laws."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def test_the_scenarios_table_is_sorted_and_has_long_rows() -> None:
         assert bool((cols.diff() > 0).all()) and (not len(cols) or int(cols.max()) < 5000)
 
 
-def same(got: ref.Candidates | ref.Trees, want: ref.Candidates | ref.Trees, rows: int | Tensor, names: tuple[str, ...] = ()) -> None:
+def same(
+    got: ref.Candidates | ref.Trees, want: ref.Candidates | ref.Trees, rows: int | Tensor, names: tuple[str, ...] = ()
+) -> None:
     """Bitwise, the first rows or the rows picked."""
     for field in dataclasses.fields(got):
         if names and field.name not in names:
@@ -67,7 +69,9 @@ def same(got: ref.Candidates | ref.Trees, want: ref.Candidates | ref.Trees, rows
 class TestOnDevice:
     pytestmark = gpu
 
-    @pytest.mark.parametrize(("vocab", "dtype", "rows"), [(K26, torch.bfloat16, 9), (K26, torch.float32, 3), (NANO, torch.float32, 33)])
+    @pytest.mark.parametrize(
+        ("vocab", "dtype", "rows"), [(K26, torch.bfloat16, 9), (K26, torch.float32, 3), (NANO, torch.float32, 33)]
+    )
     @pytest.mark.parametrize("noisy", [True, False])
     def test_candidates_are_the_references_to_the_bit(self, vocab: int, dtype: torch.dtype, rows: int, noisy: bool) -> None:
         depth = 7
@@ -176,7 +180,11 @@ class TestOnDevice:
     def test_a_thousand_replays_are_bitwise_equal(self) -> None:
         rows, depth = 33, 7
         x = scenario.logits(rows, depth, NANO, "cuda")
-        given, knobs, table = scenario.rows(rows, NANO, "cuda"), op.knobs(ref.Options(), depth, "cuda"), scenario.table(NANO, 60, "cuda")
+        given, knobs, table = (
+            scenario.rows(rows, NANO, "cuda"),
+            op.knobs(ref.Options(), depth, "cuda"),
+            scenario.table(NANO, 60, "cuda"),
+        )
         _, want = scenario.run(x, given, knobs, table)
         buffers, out = op.allocate(rows, depth, NANO, "cuda"), op.allocate_trees(rows, "cuda")
 
