@@ -21,11 +21,11 @@ def test_every_route_that_takes_a_body_describes_it(server):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("schemathesis") is None, reason="needs schemathesis")
-def test_random_requests_find_no_5xx(server):
+def test_random_requests_find_no_5xx(server, tmp_path):
     code = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
     flags = ["--checks", "not_a_server_error", "--max-examples", "25", "--phases", "coverage,fuzzing", "--seed", "7"]
     command = [sys.executable, "-c", code, "run", f"{server.url}/openapi.json", *flags, "--request-timeout", "60"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert server.metric("http_responses_total", status="500") == 0
     assert server.http.get("/health").status_code == 200

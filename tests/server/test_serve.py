@@ -61,6 +61,22 @@ def test_a_shutdown_timeout_of_0_ends_open_answers_at_once():
         assert running.wait(30) == 0 and time.monotonic() - began < 8
 
 
+LOADING = """
+import sys, time
+from draftwood import cli, llm
+llm.build = lambda *parts: time.sleep(100)
+sys.exit(cli.main(["serve", *sys.argv[1:]]))
+"""
+
+
+def test_sigterm_while_loading_ends_the_process_soon():
+    with process(program=("-c", LOADING)) as (running, url):
+        until(lambda: httpx.get(f"{url}/health", timeout=30).json()["status"] == "loading", 30)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(15) == 0
+        assert "leaving while the model loads" in running.communicate()[1]
+
+
 CRASHING = """
 import os, sys
 from draftwood import cli

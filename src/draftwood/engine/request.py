@@ -210,6 +210,8 @@ class Usage:
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt whose latents were in the cache already."""
     completion_tokens: int = 0
     prompt_steps: int = 0
     steps: int = 0

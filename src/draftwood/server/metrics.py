@@ -14,7 +14,6 @@ from prometheus_client.registry import Collector
 from draftwood import __version__
 from draftwood.engine.totals import Totals
 from draftwood.server.runner import READY, Runner, Ticket, Update
-from draftwood.server.shapes import cached_tokens
 
 PREFIX = "draftwood:"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)
@@ -95,7 +94,7 @@ class Metrics:
         self.queue.labels(**labels).observe(max(0.0, started - ticket.created))
         self.prefill.labels(**labels).observe(max(0.0, update.time - started))
         self.queried.labels(**labels).inc(len(ticket.ids))
-        self.cached.labels(**labels).inc(cached_tokens(update.usage))
+        self.cached.labels(**labels).inc(update.usage.cached_tokens)
         self.prompts.labels(**labels).observe(len(ticket.ids))
         if ticket.params.max_tokens is not None:
             self.asked.labels(**labels).observe(ticket.params.max_tokens)

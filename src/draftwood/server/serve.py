@@ -183,9 +183,10 @@ async def _until_end(server: Any, service: Service, listener: socket.socket) -> 
     server.should_exit = True
     await serving
     if not runner.ended.is_set():
-        # The engine hangs in a step. Nothing that ends orderly would end.
-        _say("the engine does not end; leaving it")
-        os._exit(1)
+        # The engine still loads, or hangs in a step. Nothing that ends orderly would end.
+        loading = not runner.ready.is_set()
+        _say("leaving while the model loads" if loading else "the engine does not end; leaving it")
+        os._exit(0 if loading else 1)
     return _exit_code(runner.error)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftwood.engine.request import Usage
 from draftwood.llm import Delta
 from draftwood.server.runner import Ticket, Update
 from draftwood.text.tokenizer import Tokenizer
@@ -128,7 +127,7 @@ class Shape(abc.ABC):
     def _cached(self, choices: Sequence[Choice]) -> int:
         """Prompt tokens that were not computed anew: of each prompt, those its first choice found."""
         each = max(1, len(choices) // max(1, len(self.prompts)))
-        return sum(cached_tokens(c.last.usage) for c in choices[::each])
+        return sum(c.last.usage.cached_tokens for c in choices[::each])
 
     def _extras(self, choice: Choice, ids: Sequence[int] | None) -> dict[str, Any]:
         extras: dict[str, Any] = {"stop_reason": choice.last.stop}
@@ -252,11 +251,6 @@ class TextShape(Shape):
                 likely.setdefault(self._token(other).decode("utf-8", "replace"), max(value, LEAST_LOGPROB))
             found["top_logprobs"].append({**likely, text: max(logprob, LEAST_LOGPROB)})
         return found
-
-
-def cached_tokens(usage: Usage) -> int:
-    """Prompt tokens whose latents were in the cache already."""
-    return int(getattr(usage, "cached_tokens", 0))
 
 
 def timings(choice: Choice) -> dict[str, Any]:
