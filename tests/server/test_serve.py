@@ -69,6 +69,7 @@ sys.exit(cli.main(["serve", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.slow
 def test_sigterm_while_loading_ends_the_process_soon():
     with process(program=("-c", LOADING)) as (running, url):
         until(lambda: httpx.get(f"{url}/health", timeout=30).json()["status"] == "loading", 30)
