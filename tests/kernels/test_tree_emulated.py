@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwood.kernels.tree import numbers, op, ref
+from draftwood.kv.store import LatentStore
 from draftwood.spec import noise, rank
 from draftwood.spec import tree as spec
 from draftwood.spec.bigram import Bigram
@@ -183,6 +184,31 @@ def test_trees_are_the_references_to_the_bit(options: ref.Options, kind: str, wi
         got = op.grow(found, roots, lengths, budgets, heat, given, op.allocate_trees(r, "cpu"), table)
         compare(got, want, r)
         assert int(got.counts[0]) == 1 and (kind == "hostile" or int(got.counts[-1]) > 1)
+
+
+@emulated
+def test_flattened_nodes_are_the_references_and_lie_where_the_store_puts_them() -> None:
+    rows, depth, v = 5, 3, 64
+    heat = torch.zeros(rows)
+    budgets, lengths = torch.tensor([0, 64, 3, 9, 20], dtype=torch.int32), torch.tensor([5, 63, 64, 127, 0])
+    found = ref.candidates(ref.heated(make_logits(rows, depth, v, torch.float32, "normal"), heat, (1.0,)), depth)
+    trees = ref.grow(found, torch.arange(rows), lengths, budgets, heat)
+    table = torch.randperm(40)[: rows * 4].view(rows, 4).int()
+    want = ref.flatten(trees, lengths, table, 64)
+    total = int(want.total)
+    scratch = LatentStore(1, 40, 64, 8, torch.float32, "cpu").scratch(table.long(), lengths, trees.counts, 65, 127)
+    live = torch.arange(65) < trees.counts[:, None]
+    assert torch.equal(want.places, scratch.nodes[live]) and torch.equal(want.tokens, trees.tokens[live])
+    out = op.flatten(trees, lengths, table, 64, op.allocate_flat(rows, total + 2, "cpu"))
+    for name in ("starts", "total", "slots"):
+        assert torch.equal(getattr(out, name), getattr(want, name)), name
+    for name in ("tokens", "positions", "places", "rows", "nodes", "ancestors"):
+        assert torch.equal(getattr(out, name)[:total], getattr(want, name)), name
+        assert not getattr(out, name)[total:].any()
+    some = op.flatten(trees, lengths, table, 64, op.allocate_flat(rows, total, "cpu"), torch.tensor([2], dtype=torch.int32))
+    kept = int(trees.counts[:2].sum())
+    assert trees.counts.tolist()[2:] == [0, 0, 0] and some.total.tolist() == [kept] and some.starts.tolist()[2:] == [kept] * 3
+    assert not some.tokens[kept:].any()
 
 
 @emulated

@@ -1,4 +1,4 @@
-"""Buffers, checks and launches of the tree kernels: `candidates` (pick, merge) and `grow`. Nothing waits for the host."""
+"""Buffers, checks and launches of the tree kernels: `candidates` (pick, merge), `grow`, `flatten`. Nothing waits for the host."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from draftwood.kernels import jit
 from draftwood.kernels.check import Variant
 from draftwood.kernels.tree.numbers import SEGMENT
-from draftwood.kernels.tree.ref import NODES, TOP, Candidates, Options, Table, Trees
+from draftwood.kernels.tree.ref import NODES, TOP, Candidates, Flat, Options, Table, Trees
 
 _FOLDER = Path(__file__).parent
 _NULL = np.uint64(0)
 MOST_ROWS, MOST_DEPTH, MOST_VOCAB = 65535, 15, 32 * SEGMENT
-_THREADS = {"pick": 256, "merge": 256, "grow": 128}
+_THREADS = {"pick": 256, "merge": 256, "grow": 128, "flatten": 128}
 _PICK_SPILL = 48
 """Bytes: two blocks on a multiprocessor leave 128 registers, and a handful of values outside the loops does not fit."""
 _GROW_SHARED = 49_152
@@ -91,7 +91,16 @@ def allocate_trees(rows: int, device: torch.device | str) -> Trees:
     return Trees(make(each), make(each), make(each), make(each), make(rows), make(each, dtype=torch.float32), make((*each, 2)))
 
 
+def allocate_flat(rows: int, most: int, device: torch.device | str) -> Flat:
+    """Make the output of `flatten` for up to `rows` rows with `most` live nodes in all (rows * 65 always suffice)."""
+    make = functools.partial(torch.zeros, device=device, dtype=torch.int64)
+    one = functools.partial(make, most)
+    return Flat(make(rows), make(1, dtype=torch.int32), make((rows, NODES)), one(), one(), one(), one(), one(), make((most, 2)))
+
+
 def _source(entry: str, flag: int) -> jit.Source:
+    if entry == "flatten":
+        return jit.Source(_FOLDER / "flatten.cu", entry)
     if entry == "grow":
         return jit.Source(_FOLDER / "grow.cu", entry, {"TABLE": flag})
     macros = {entry.upper(): 1, "WIDE": flag} if entry == "pick" else {entry.upper(): 1}
@@ -104,7 +113,7 @@ def _shared(entry: str) -> int:
 
 def variants() -> list[Variant]:
     """Everything the launchers choose."""
-    forms = [("pick", 0, 2), ("pick", 1, 2), ("merge", 0, 4), ("grow", 0, 2), ("grow", 1, 2)]
+    forms = [("pick", 0, 2), ("pick", 1, 2), ("merge", 0, 4), ("grow", 0, 2), ("grow", 1, 2), ("flatten", 0, 8)]
     return [
         Variant(_source(entry, flag), _THREADS[entry], _shared(entry), blocks, _PICK_SPILL if entry == "pick" else 0)
         for entry, flag, blocks in forms
@@ -200,6 +209,33 @@ def grow(
          *tables, arg(0 if table is None else len(table.base)), _NULL if extra is None else extra, arg(shape[0]), arg(shape[1]),
          arg(d), arg(options.candidates), arg(options.spine), np.float64(options.alpha), given.caps, arg(len(given.caps)),
          out.tokens, out.parents, out.depths, out.positions, out.counts, out.logprob, out.ancestors),
+        pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def flatten(
+    trees: Trees, lengths: Tensor, table: Tensor, page: int, out: Flat, rows: Tensor | None = None, pdl: bool = True
+) -> Flat:
+    """Lay the live nodes of R = len(lengths) rows one after another; see ref.flatten. Counts of rows beyond `rows` become 0.
+
+    table int32 [R, pages], lengths int64 [R]; out has room for all live nodes (the caller knows the budgets). Raises ValueError.
+    """
+    r = len(lengths)
+    _vectors_fit(r, torch.int64, lengths=lengths)
+    _count_fits(rows)
+    if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != r or not table.is_contiguous():
+        raise ValueError(f"a page table is int32 [{r}, pages]; it is {table.dtype} {tuple(table.shape)}")
+    if trees.counts.shape[0] < r or out.starts.shape[0] < r or page < 1:
+        raise ValueError(f"{r} rows, trees for {trees.counts.shape[0]}, starts for {out.starts.shape[0]}, pages of {page}")
+    if r == 0:
+        return out
+    arg = np.int32
+    _kernel("flatten", 0, lengths.device.index or 0)(
+        r, _THREADS["flatten"],
+        (trees.tokens, trees.positions, trees.ancestors, trees.counts, lengths, table, _NULL if rows is None else rows, arg(NODES),
+         arg(table.shape[1]), arg(page), out.starts, out.total, out.slots, out.tokens, out.positions, out.places, out.rows,
+         out.nodes, out.ancestors),
         pdl=pdl,
     )  # fmt: skip
     return out

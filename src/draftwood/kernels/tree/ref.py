@@ -73,6 +73,33 @@ class Trees:
     ancestors: Tensor
 
 
+@dataclass(frozen=True)
+class Flat:
+    """Live nodes of all rows one after another, T of room. starts [R] int64: where a row's begin; total int32 [1]; slots [R, 65]
+    int64: slot of each node; tokens, positions, places (slot), rows, nodes [T] int64; ancestors [T, 2] int64."""
+
+    starts: Tensor
+    total: Tensor
+    slots: Tensor
+    tokens: Tensor
+    positions: Tensor
+    places: Tensor
+    rows: Tensor
+    nodes: Tensor
+    ancestors: Tensor
+
+
+def flatten(trees: Trees, lengths: Tensor, table: Tensor, page: int) -> Flat:
+    """Lay the live nodes of R rows one after another; node i is at position length + i of its row's pages, table [R, pages]."""
+    live = torch.arange(NODES, device=lengths.device) < trees.counts[:, None]
+    at = lengths[:, None] + torch.arange(NODES, device=lengths.device)
+    slots = table.long().gather(1, (at // page).clamp(max=table.shape[1] - 1)) * page + at % page
+    rows, nodes = live.nonzero(as_tuple=True)
+    starts = trees.counts.cumsum(0) - trees.counts
+    parts = (trees.tokens[live], trees.positions[live], slots[live], rows, nodes, trees.ancestors[live])
+    return Flat(starts, trees.counts.sum()[None].int(), slots.where(live, 0), *parts)
+
+
 def heated(
     logits: Tensor, temperature: Tensor, beta: Sequence[float], seeds: Tensor | None = None, lengths: Tensor | None = None
 ) -> Tensor:

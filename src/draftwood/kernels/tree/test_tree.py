@@ -155,6 +155,19 @@ class TestOnDevice:
             for t in (*vars(buffers.found).values(), *vars(out).values()):
                 assert bool((t[n:] == 77).all())
 
+    @pytest.mark.parametrize("rows", [1, 33, 128])
+    def test_flattened_nodes_are_the_references(self, rows: int) -> None:
+        x = scenario.logits(rows, 3, NANO, "cuda")
+        given, knobs = scenario.rows(rows, NANO, "cuda"), op.knobs(ref.Options(), 3, "cuda")
+        _, trees = scenario.run(x, given, knobs)
+        table = torch.randint(0, 1 << 25, (rows, 4200), dtype=torch.int32, device="cuda")
+        want = ref.flatten(trees, given.lengths, table, 64)
+        total = int(want.total)
+        out = op.flatten(trees, given.lengths, table, 64, op.allocate_flat(rows, rows * 65, "cuda"))
+        for field in dataclasses.fields(out):
+            a, b = getattr(out, field.name), getattr(want, field.name)
+            assert torch.equal(a if field.name in ("starts", "total", "slots") else a[:total], b), field.name
+
     def test_a_smaller_budget_grows_a_prefix(self) -> None:
         x = scenario.logits(1, 7, NANO, "cuda").expand(65, -1, -1).contiguous()
         given, knobs = scenario.rows(65, NANO, "cuda", budget=64), op.knobs(ref.Options(), 7, "cuda")
