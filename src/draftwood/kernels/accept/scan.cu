@@ -17,7 +17,7 @@ __device__ __forceinline__ u64 block_best(u64 key, u64* room) {
   return key;
 }
 
-extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS)
+extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS, 2)
 scan(const void* logits, const long long* rows, const long long* nodes, const int* live, const float* numbers, const int* top_k,
      const long long* seeds, const long long* lengths, const long long* tokens, const long long* parents, const long long* depths,
      const unsigned char* forced, const int* bias_ptr, const int* bias_ids, const float* bias_values, const int* history,
