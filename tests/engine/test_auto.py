@@ -103,3 +103,45 @@ def test_a_machine_that_changes_its_speed_while_it_is_measured_gives_the_same_ra
     for speed in (lambda call: 2.0 if call > 4 else 1.0, lambda call: 1.0 if call > 2 else 3.0):
         found = table(speed)
         assert found.drafted[0] / found.plain[0] == pytest.approx(steady.drafted[0] / steady.plain[0])
+
+
+def learned(plain: float, ratio: float) -> Timing:
+    timing = Timing(8, 64, 8)
+    timing.learn(1, 50, False, lambda p: plain * (1.0 if p.depth == 0 else ratio))
+    return timing
+
+
+def test_real_steps_correct_a_table_that_was_measured_wrongly():
+    """Drafted steps were probed four times too slow, plain ones twice too fast: what really happens wins."""
+    timing = learned(0.005, 8.0)
+    told = [timing.correct(1, 17.0, True, False, 0.020) for _ in range(60)]
+    told += [timing.correct(1, 1.0, False, False, 0.010) for _ in range(60)]
+    table = [costs for costs in told if costs is not None][-1].table
+    assert float(table.seconds(1, 17)) == pytest.approx(0.020, rel=0.1)
+    assert table.plain_seconds(1) == pytest.approx(0.010, rel=0.1)
+
+
+def test_a_step_between_two_sizes_corrects_both_and_a_small_change_is_not_told():
+    timing = learned(0.010, 2.0)
+    assert timing.correct(1, 13.0, True, False, 0.0201) is None
+    told = [timing.correct(1, 13.0, True, False, 0.040) for _ in range(80)]
+    table = [costs for costs in told if costs is not None][-1].table
+    assert float(table.seconds(1, 13)) == pytest.approx(0.040, rel=0.1)
+    assert float(table.seconds(1, 65)) >= float(table.seconds(1, 13)) > float(table.seconds(1, 5)) >= 0.0199
+
+
+@pytest.mark.parametrize(("rows", "sampled"), [(3, False), (1, True), (2, False)])
+def test_loads_that_were_not_measured_teach_nothing(rows, sampled):
+    timing = learned(0.010, 2.0)
+    assert timing.correct(rows, 9.0, True, sampled, 1.0) is None
+    assert not timing.missing(1, False)
+
+
+def test_drafting_that_pays_is_checked_against_a_plain_step_now_and_then():
+    engine = engine_with_costs("good", flat)
+    steps = []
+    keep = engine.timing.correct
+    engine.timing.correct = lambda rows, nodes, drafted, *rest: steps.append(drafted) or keep(rows, nodes, drafted, *rest)
+    run(engine, [([1, 2, 3], SamplingParams(max_tokens=400, seed=1))])
+    assert steps.count(False) >= len(steps) // 70
+    assert steps.count(True) > steps.count(False)

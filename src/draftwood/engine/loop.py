@@ -119,15 +119,26 @@ class Engine:
         if plan is None:
             return []
         sequences = self.scheduler.sequences(plan)
-        if any(plan.auto):
-            plan = self._sized(plan, sequences)
+        sampled = any(seq.request.params.temperature > COLD for seq in sequences)
+        automatic = any(plan.auto)
+        if automatic:
+            plan = self._sized(plan, sampled)
         began = time.monotonic()
         result: StepResult = self._obey(self._tell(plan))
+        if automatic and not any(plan.chunks):
+            self._correct(plan, result, sampled)
         return self._read(plan, sequences, result, began)
 
-    def _sized(self, plan: StepPlan, sequences: list[Sequence]) -> StepPlan:
+    def _correct(self, plan: StepPlan, result: StepResult, sampled: bool) -> None:
+        """Let the cost table learn from what a step without prompts took, and tell all ranks when it moved."""
+        nodes, seconds = float(result.tree.counts.double().mean()), sum(result.seconds.values())
+        costs = self.timing.correct(len(plan.rows), nodes, any(plan.budgets), sampled, seconds)
+        if costs is not None:
+            self._obey(self._tell(costs))
+
+    def _sized(self, plan: StepPlan, sampled: bool) -> StepPlan:
         """Set how much the rows on `auto` draft in this step; 0 where trees do not pay at this load."""
-        rows, sampled = len(plan.rows), any(seq.request.params.temperature > COLD for seq in sequences)
+        rows = len(plan.rows)
         if self.timing.missing(rows, sampled):
             self._obey(self._tell(self.timing.learn(rows, plan.longest, sampled, lambda p: self._obey(self._tell(p)))))
         assert self.parts.auto is not None

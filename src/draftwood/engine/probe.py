@@ -1,12 +1,15 @@
 """How long steps take, measured with real forwards that leave no trace, for the `auto` tree budget.
 
 A load (number of rows) is measured when it first occurs. Probes read and write the sink page only, so they can run
-between the steps of live requests; rank 0 decides them and all ranks run them.
+between the steps of live requests; rank 0 decides them and all ranks run them. From then on real steps correct the
+table: contexts grow, and a machine that others use was perhaps disturbed while a probe ran.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +26,12 @@ NODES = (2, 5, 9, 17, 33, 65)
 """Nodes of a row, the root included, at which a drafted step is timed."""
 REPEATS = 3
 """Of which the fastest counts; the first warms up."""
+PULL = 0.1
+"""How far a real step pulls what the table says of it: ten steps move it by two thirds of the difference."""
+OUTLIER = 4.0
+"""A real step counts as at most this many times slower or faster than the table says."""
+SHIFT = 0.05
+"""Ranks are told a corrected table when a time has moved by more than this share."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +88,25 @@ def _view(parts: Parts, probe: Probe) -> View:
     )
 
 
+@dataclass
+class _Load:
+    """Seconds of a plain step and of drafted steps by nodes; `told`: the same as the ranks know them."""
+
+    plain: float
+    drafted: list[float]
+    told: tuple[float, ...] = ()
+
+    def times(self) -> tuple[float, ...]:
+        return (self.plain, *self.drafted)
+
+
 class Timing:
-    """Which loads were measured. Loads are rounded up to a power of two, at most `max_rows`."""
+    """What steps cost at the loads that occurred. Loads are rounded up to a power of two, at most `max_rows`."""
 
     def __init__(self, max_rows: int, max_budget: int, block: int) -> None:
         self._max_rows, self._block = max_rows, block
         self._nodes = tuple(n for n in NODES if n <= max_budget + 1) or (2,)
-        self._known: dict[bool, dict[int, tuple[float, list[float]]]] = {False: {}, True: {}}
+        self._known: dict[bool, dict[int, _Load]] = {False: {}, True: {}}
 
     def _bucket(self, rows: int) -> int:
         return min(1 << max(rows - 1, 0).bit_length(), self._max_rows)
@@ -101,7 +122,7 @@ class Timing:
         machine that others use may be twice as slow a second later. Sizes beyond those that a tree is likely to repay
         (half a block per row) are extrapolated instead.
         """
-        bucket, known = self._bucket(rows), self._known[sampled]
+        bucket = self._bucket(rows)
         plain: list[float] = []
         ratios: list[float] = []
         for nodes in self._nodes:
@@ -112,7 +133,40 @@ class Timing:
             else:
                 plain.append(time(Probe(bucket, 1, 0, context, sampled)))
                 ratios.append(time(Probe(bucket, nodes, self._block - 1, context, sampled)) / plain[-1])
-        known[bucket] = (min(plain), [ratio * min(plain) for ratio in ratios])
+        self._known[sampled][bucket] = _Load(min(plain), [ratio * min(plain) for ratio in ratios])
+        return self._table(sampled)
+
+    def correct(self, rows: int, nodes: float, drafted: bool, sampled: bool, seconds: float) -> Costs | None:
+        """Learn from a real step of `rows` rows with `nodes` nodes each on average; return the new table when it has
+        moved enough to tell, else None. Loads that were not measured themselves (3 rows, say) teach nothing."""
+        load = self._known[sampled].get(rows)
+        if load is None or seconds <= 0:
+            return None
+        if not drafted:
+            load.plain *= _pull(seconds, load.plain)
+        else:
+            high = min(max(bisect_left(self._nodes, nodes), 1), len(self._nodes) - 1)
+            low = max(high - 1, 0)
+            span = self._nodes[high] - self._nodes[low]
+            part = min(max((nodes - self._nodes[low]) / span, 0.0), 1.0) if span else 1.0
+            pull = _pull(seconds, load.drafted[low] + (load.drafted[high] - load.drafted[low]) * part)
+            load.drafted[low] *= pull ** (1 - part)
+            load.drafted[high] *= pull**part
+            # What really happens is believed before a probe: no smaller size costs more, no larger one less.
+            load.drafted[:low] = [min(old, load.drafted[low]) for old in load.drafted[:low]]
+            load.drafted[high + 1 :] = [max(old, load.drafted[high]) for old in load.drafted[high + 1 :]]
+        moved = max(abs(math.log(now / then)) for now, then in zip(load.times(), load.told, strict=True))
+        return self._table(sampled) if moved > SHIFT else None
+
+    def _table(self, sampled: bool) -> Costs:
+        known = self._known[sampled]
         loads = sorted(known)
-        table = CostTable.of(loads, self._nodes, [known[n][1] for n in loads], [known[n][0] for n in loads])
+        for load in known.values():
+            load.told = load.times()
+        table = CostTable.of(loads, self._nodes, [known[n].drafted for n in loads], [known[n].plain for n in loads])
         return Costs(sampled, table)
+
+
+def _pull(seconds: float, said: float) -> float:
+    """The factor by which one real time moves what was said of it."""
+    return float(min(max(seconds / said, 1 / OUTLIER), OUTLIER) ** PULL)

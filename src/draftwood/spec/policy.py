@@ -26,6 +26,8 @@ FIRST_BUDGET = 16
 """Nodes to grow before anything is known."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 64
 """Plain steps between two tries of drafting that did not pay."""
+CONTROL = 64
+"""One drafted step in so many is a plain one instead, so that the time of plain steps stays known."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class CostTable:
 
     rows [A] and nodes [B] ascend; nodes counts a row's nodes, root included; drafted [A, B]: a step that drafts and
     verifies that many nodes in each row; plain [A]: a step that does not draft and verifies the roots alone.
-    Times never fall as nodes grow: a measured dip is raised to the time before it.
+    Times never fall as nodes grow: one above a larger size's was disturbed, and is lowered to it.
     """
 
     rows: tuple[int, ...]
@@ -57,7 +59,7 @@ class CostTable:
             raise ConfigError(f"row counts {list(rows)} and node counts {list(nodes)} of a cost table must ascend from 1")
         if not (np.isfinite(table).all() and np.isfinite(single).all() and (table > 0).all() and (single > 0).all()):
             raise ConfigError("a time in the cost table is not a positive number; measure it again")
-        return CostTable(tuple(rows), tuple(nodes), np.maximum.accumulate(table, axis=1), single)
+        return CostTable(tuple(rows), tuple(nodes), np.minimum.accumulate(table[:, ::-1], axis=1)[:, ::-1], single)
 
     def seconds(self, rows: int, total: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the time of drafted steps of `rows` rows with `total` nodes together (any shape), linear between the
@@ -175,13 +177,16 @@ class _Load:
     advantage: float | None = None
     pause: int = SHORTEST_PAUSE
     waiting: int = 0
+    drafted: int = 0
+    """Steps that drafted, in a row."""
 
 
 @dataclass
 class AutoSize:
     """The `auto` tree budget: before a step `budget` says how much to draft, after growth `fit` cuts, and after the
     step `observe` learns. The best trees cannot be worse than plain decoding if the cost table is right: where
-    drafting does not pay it is tried once in every 8 to 64 steps, ever more rarely."""
+    drafting does not pay it is tried once in every 8 to 64 steps, ever more rarely, and where it pays one step in 64 is
+    plain, so that whoever keeps the table sees both."""
 
     costs: CostTable
     max_budget: int = MAX_BUDGET
@@ -196,6 +201,10 @@ class AutoSize:
         load = self._load(rows)
         if load.waiting > 0:
             load.waiting -= 1
+            return 0
+        load.drafted += 1
+        if load.drafted >= CONTROL:
+            load.drafted = 0
             return 0
         return min(load.budget, self.max_budget)
 
