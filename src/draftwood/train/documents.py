@@ -14,12 +14,11 @@ import ast
 import hashlib
 import random
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from draftwood.train.pairs import free_names, real, summarise
+from draftwood.train.pairs import free_names, real, statements, summarise
 
 #: Comments that speak to a checker, up to the end of the line. No quotes inside: a string that shows one stays whole.
 MARK = re.compile(
@@ -148,14 +147,8 @@ class Definition:
 
 def definitions(text: str) -> Iterator[Definition]:
     """The undecorated functions and classes of a module that can stand alone: short, plain, few names from outside."""
-    try:
-        with warnings.catch_warnings():  # old sources hold invalid escapes
-            warnings.simplefilter("ignore")
-            module = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return
     lines = text.split("\n")
-    for node in module.body:
+    for node in statements(text):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (found := _definition(node, lines)):
             yield found
 

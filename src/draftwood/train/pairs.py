@@ -243,16 +243,20 @@ def _naming(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, owner: 
     return "method" if owner else "function", node.name, owner, signature if len(signature) <= 90 else node.name
 
 
-def units(text: str) -> Iterator[Unit]:
-    """Every unit of a module: its functions, its classes when small, and their methods when not."""
+def statements(text: str) -> list[ast.stmt]:
+    """The top-level statements of a module; none where the text is no Python that can be parsed."""
     try:
         with warnings.catch_warnings():  # old sources hold invalid escapes
             warnings.simplefilter("ignore")
-            module = ast.parse(text)
+            return ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return
+        return []
+
+
+def units(text: str) -> Iterator[Unit]:
+    """Every unit of a module: its functions, its classes when small, and their methods when not."""
     lines = text.split("\n")
-    for node in module.body:
+    for node in statements(text):
         if unit := unit_of(node, "", lines):
             yield unit
         elif isinstance(node, ast.ClassDef):
