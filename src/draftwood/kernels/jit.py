@@ -9,7 +9,6 @@ The packages `cuda.core` and `nvidia-cuda-nvrtc` are the optional extra `gpu`.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import io
@@ -306,6 +305,6 @@ def _argument(value: Any) -> Any:
     """A tensor becomes its address; plain ints and floats are refused because their width would be guessed."""
     if hasattr(value, "data_ptr"):
         return value.data_ptr()
-    if isinstance(value, bool | int | float) and not isinstance(value, ctypes._SimpleCData):
+    if isinstance(value, bool | int | float):  # no ctypes value is one of these
         raise TypeError(f"kernel argument {value!r} has no width; pass numpy.int32 / numpy.int64 / numpy.float32")
     return value
