@@ -1,7 +1,8 @@
 """The engine: requests in, tokens out. Rank 0 decides each step and tells the others; every rank runs it.
 
-A step is planned, broadcast, run and read. Reading cuts each row's tokens at its stop token or its limit; what a
-finished row committed beyond that is never seen.
+A step is planned, broadcast, launched and read. Reading cuts each row's tokens at its stop token or its limit; what a
+finished row committed beyond that is never seen. Where the stepper allows it, the next step is launched before the last one
+is read: a row that turns out to have ended runs once more, and nobody sees what came of that.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +22,8 @@ from draftwood.engine.probe import Costs, Probe, Timing, measure
 from draftwood.engine.request import Output, Request, SamplingParams, Usage
 from draftwood.engine.rows import Rows
 from draftwood.engine.scheduler import Scheduler, Sequence, StepPlan
-from draftwood.engine.step import Parts, StepResult, step
+from draftwood.engine.step import Common, Parts, StepResult
+from draftwood.engine.stepper import HostStepper, Pending, Stepper
 from draftwood.engine.totals import Totals
 from draftwood.errors import DeviceLost, RequestError
 from draftwood.spec.noise import COLD
@@ -58,6 +61,19 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class _Flight:
+    """A step that was launched and not read yet."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+    bases: list[int]
+    """Of rows with a prompt chunk: committed tokens before it."""
+    pending: Pending
+    began: float
+    sampled: bool
+
+
+@dataclass(frozen=True)
 class Rest:
     """The order to do nothing and to wait for the next one."""
 
@@ -65,13 +81,16 @@ class Rest:
 class Engine:
     """Runs requests to their ends. One thread; `step` does everything."""
 
-    def __init__(self, parts: Parts, plan: Plan, stop_ids: Iterable[int]) -> None:
+    def __init__(self, parts: Common, plan: Plan, stop_ids: Iterable[int], stepper: Stepper | None = None) -> None:
+        """`parts` of a CPU bring their own stepper; others come with one."""
         self.parts = parts
         self.plan = plan
         self.stop_ids = frozenset(stop_ids)
         self.scheduler = Scheduler(plan, parts.vocab)
-        width, sink = self.scheduler.table_width, parts.kv.sink
-        self.rows = Rows(plan.max_num_seqs, width, sink, parts.vocab, parts.device, self.stop_ids, parts.grammars)
+        self.stepper = self._host_stepper() if stepper is None else stepper
+        self.ahead = self.stepper.ahead
+        """Steps launched before the oldest is read. 0 is the plain loop, with the same tokens."""
+        self._flights: deque[_Flight] = deque()
         self.timing = Timing(plan.max_num_seqs, plan.max_budget, plan.block)
         self.usage: dict[int, Usage] = {}
         self.totals = Totals()
@@ -79,20 +98,35 @@ class Engine:
         """Set to a list to collect a record of each step."""
         self._next_id = 0
 
+    def _host_stepper(self) -> HostStepper:
+        parts, width = self._host, self.scheduler.table_width
+        rows = Rows(
+            self.plan.max_num_seqs, width, parts.kv.sink, parts.vocab, parts.device, self.stop_ids, parts.grammars
+        )  # fmt: skip
+        return HostStepper(parts, rows)
+
+    @property
+    def _host(self) -> Parts:
+        """The parts of a CPU's engine, where sizes of trees are chosen by the host."""
+        assert isinstance(self.parts, Parts)
+        return self.parts
+
     @property
     def idle(self) -> bool:
         """True when there is nothing to do."""
-        return self.scheduler.idle
+        return self.scheduler.idle and not self._flights
 
     def check(self, prompt: Iterable[int], params: SamplingParams) -> None:
         """Raise RequestError for what `add` would refuse. Changes nothing, so any thread may ask."""
         request = Request(-1, tuple(prompt), params)
         self.scheduler.check(request)
+        self.stepper.refuse(request.params)
         self._formed(request)
 
     def add(self, prompt: Iterable[int], params: SamplingParams) -> int:
         """Queue a prompt and return the request's id. Raises RequestError when it cannot be served."""
         request = self._formed(Request(self._next_id, tuple(prompt), params.seeded()))
+        self.stepper.refuse(request.params)
         self.scheduler.add(request)
         self._next_id += 1
         self.usage[request.id] = Usage(prompt_tokens=len(request.prompt))
@@ -114,20 +148,30 @@ class Engine:
         return self.usage.pop(request_id, None)
 
     def step(self) -> list[Output]:
-        """Run one step and return what it added to each request; nothing when there was nothing to run."""
+        """Launch as many steps as may fly, read the oldest and return what it added to each request; nothing when there
+        was nothing to run."""
+        while len(self._flights) <= self.ahead and (flight := self._launch()) is not None:
+            self._flights.append(flight)
+        if not self._flights:
+            return []
+        outputs = self._read(self._flights.popleft())
+        while self.scheduler.idle and self._flights:  # steps of rows that have ended meanwhile
+            self._read(self._flights.popleft())
+        return outputs
+
+    def _launch(self) -> _Flight | None:
+        """Plan a step and launch it; None when nothing can run before a flying step is read."""
         plan = self.scheduler.next_step()
         if plan is None:
-            return []
+            return None
         sequences = self.scheduler.sequences(plan)
         sampled = any(seq.request.params.temperature > COLD for seq in sequences)
-        automatic = any(plan.auto)
-        if automatic:
+        if any(plan.auto) and isinstance(self.parts, Parts):
             plan = self._sized(plan, sampled)
-        began = time.monotonic()
-        result: StepResult = self._obey(self._tell(plan))
-        if automatic and not any(plan.chunks):
-            self._correct(plan, result, sampled)
-        return self._read(plan, sequences, result, began)
+        began, bases = time.monotonic(), [seq.length for seq in sequences]
+        pending: Pending = self._obey(self._tell(plan))
+        self.scheduler.launched(plan, sequences)
+        return _Flight(plan, sequences, bases, pending, began, sampled)
 
     def _correct(self, plan: StepPlan, result: StepResult, sampled: bool) -> None:
         """Let the cost table learn from what a step without prompts took, and tell all ranks when it moved."""
@@ -141,9 +185,9 @@ class Engine:
         rows = len(plan.rows)
         if self.timing.missing(rows, sampled):
             self._obey(self._tell(self.timing.learn(rows, plan.longest, sampled, lambda p: self._obey(self._tell(p)))))
-        assert self.parts.auto is not None
-        self.parts.auto.costs = self.parts.costs[sampled]
-        most = self.parts.auto.budget(rows)
+        assert self._host.auto is not None
+        self._host.auto.costs = self._host.costs[sampled]
+        most = self._host.auto.budget(rows)
         budgets = tuple(min(b, most) if auto else b for b, auto in zip(plan.budgets, plan.auto, strict=True))
         auto = tuple(auto and most > 0 for auto in plan.auto)
         return dataclasses.replace(plan, budgets=budgets, auto=auto, depth=plan.depth if any(budgets) else 0)
@@ -158,14 +202,14 @@ class Engine:
     def _obey(self, order: StepPlan | Probe | Costs | Rest) -> Any:
         """Do what rank 0 has told; the same on every rank."""
         if isinstance(order, StepPlan):
-            return step(self.parts, self.rows, order, trace=self.records is not None)
+            return self.stepper.launch(order, trace=self.records is not None)
         if isinstance(order, Probe):
-            return measure(self.parts, order)
+            return measure(self._host, order)
         if isinstance(order, Rest):
             return None
-        self.parts.costs[order.sampled] = order.table
-        if self.parts.auto is None:
-            self.parts.auto = AutoSize(order.table, self.plan.max_budget)
+        self._host.costs[order.sampled] = order.table
+        if self._host.auto is None:
+            self._host.auto = AutoSize(order.table, self.plan.max_budget)
         return None
 
     def follow(self) -> None:
@@ -185,29 +229,34 @@ class Engine:
         if self.parts.grammars is not None:
             self.parts.grammars.close()
 
-    def _read(self, plan: StepPlan, sequences: list[Sequence], result: StepResult, began: float) -> list[Output]:
-        """Turn a step's tensors into outputs and end what is finished."""
+    def _read(self, flight: _Flight) -> list[Output]:
+        """Wait for a step, turn its tensors into outputs and end what is finished."""
+        plan, result = flight.plan, flight.pending.read()
+        self.scheduler.landed(plan, flight.sequences)
+        if any(plan.auto) and not any(plan.chunks) and isinstance(self.parts, Parts):
+            self._correct(plan, result, flight.sampled)
         if self.records is not None:
-            self.records.append(_record(plan, result, sequences))
+            self.records.append(_record(flight, result, self.scheduler))
         now, read, outputs = time.monotonic(), _Read.of(result), []
         self.totals.step(result.seconds)
-        for place, seq in enumerate(sequences):
-            if plan.chunks[place]:
+        for place, seq in enumerate(flight.sequences):
+            if not self.scheduler.runs(seq):
+                continue
+            forced = bool(plan.chunks[place])
+            if forced:
                 self.totals.prompt(read.counts[place])
             else:
                 self.totals.row(read.nodes[place] - 1, read.counts[place] - 1)
-            if not self.scheduler.runs(seq):
-                continue
-            seq.length += read.counts[place]
+                seq.length += read.counts[place]
             usage = self.usage[seq.request.id]
-            usage.started = usage.started or began
+            usage.started = usage.started or flight.began
             usage.ended = now
-            usage.prompt_steps += bool(plan.chunks[place])
-            if not plan.chunks[place]:
+            usage.prompt_steps += forced
+            if not forced:
                 for stage, seconds in result.seconds.items():
                     usage.stage_seconds[stage] += seconds
             if plan.emits[place]:
-                outputs.append(self._emit(place, seq, usage, bool(plan.chunks[place]), read))
+                outputs.append(self._emit(place, seq, usage, forced, read))
         return outputs
 
     def _emit(self, place: int, seq: Sequence, usage: Usage, forced: bool, read: _Read) -> Output:
@@ -275,15 +324,17 @@ class _Read:
         return tuple(tuple(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
 
 
-def _record(plan: StepPlan, result: StepResult, sequences: list[Sequence]) -> StepRecord:
-    tree, path = result.tree, result.path
+def _record(flight: _Flight, result: StepResult, scheduler: Scheduler) -> StepRecord:
+    plan, tree, path = flight.plan, result.tree, result.path
     rows = []
-    for place, seq in enumerate(sequences):
+    for place, seq in enumerate(flight.sequences):
+        if not scheduler.runs(seq):
+            continue
         live, accepted, emitted = int(tree.counts[place]), int(path.counts[place]), int(path.emitted[place])
         rows.append(
             Trace(
                 request_id=seq.request.id,
-                length=seq.length,
+                length=flight.bases[place] if plan.chunks[place] else seq.length,
                 tokens=tree.tokens[place, :live].tolist(),
                 parents=tree.parents[place, :live].tolist(),
                 depths=tree.depths[place, :live].tolist(),

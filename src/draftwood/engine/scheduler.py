@@ -62,12 +62,19 @@ class Sequence:
     budget: int
     auto: bool
     length: int = 0
-    """Committed tokens: their latents are in the cache."""
+    """Committed tokens as far as is known: their latents are in the cache."""
     generated: int = 0
+    flying: int = 0
+    """Steps launched and not read yet that return tokens of the answer, at least one each."""
 
     @property
     def prompting(self) -> bool:
         return self.length < len(self.request.prompt)
+
+    @property
+    def left(self) -> int:
+        """Most tokens that the answer may still need beyond what flying steps return for sure."""
+        return self.limit - self.generated - self.flying
 
 
 class Scheduler:
@@ -140,8 +147,7 @@ class Scheduler:
             return self.plan.max_budget, True
         if asked > self.plan.max_budget:
             raise RequestError(
-                f"tree_budget {asked} is above this engine's {self.plan.max_budget}; lower it or start with "
-                f"--tree-budget {asked}",
+                f"tree_budget {asked} is above this engine's {self.plan.max_budget}; lower it or start with --tree-budget {asked}",
                 "tree_budget",
             )
         return asked, False
@@ -159,13 +165,15 @@ class Scheduler:
                 if blocked:
                     continue
                 first, room = False, room - len(chunk)
+            elif seq.left <= 0:
+                continue
             chosen.append((seq, chunk))
         if not chosen:
             return None
         deepest = self.plan.block - 1
         budgets, depth = [], 0
         for seq, chunk in chosen:
-            useful = 0 if chunk else min(deepest, seq.limit - seq.generated - 1)
+            useful = 0 if chunk else min(deepest, seq.left - 1)
             budgets.append(seq.budget if useful > 0 else 0)
             depth = max(depth, useful if seq.budget else 0)
         return StepPlan(
@@ -176,7 +184,7 @@ class Scheduler:
             budgets=tuple(budgets),
             auto=tuple(seq.auto and budget > 0 for (seq, _), budget in zip(chosen, budgets, strict=True)),
             depth=depth,
-            longest=max(seq.length for seq, _ in chosen),
+            longest=max(seq.length + seq.flying * max(self.plan.block, 1) for seq, _ in chosen),
         )
 
     def _chunk(self, seq: Sequence) -> tuple[int, ...]:
@@ -202,6 +210,17 @@ class Scheduler:
         """The sequence of each row of the plan that `next_step` has just returned."""
         by_row = {seq.row: seq for seq in self.running.values()}
         return [by_row[row] for row in plan.rows]
+
+    def launched(self, plan: StepPlan, sequences: list[Sequence]) -> None:
+        """Note that a step runs: a prompt chunk commits exactly itself, a decoding row at least its root."""
+        for seq, chunk, emits in zip(sequences, plan.chunks, plan.emits, strict=True):
+            seq.length += len(chunk)
+            seq.flying += emits
+
+    def landed(self, plan: StepPlan, sequences: list[Sequence]) -> None:
+        """Note that a step was read."""
+        for seq, emits in zip(sequences, plan.emits, strict=True):
+            seq.flying -= emits
 
     def runs(self, seq: Sequence) -> bool:
         """False when the request has ended since; its results are of no use."""

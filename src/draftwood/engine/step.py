@@ -47,16 +47,24 @@ class DraftModel(Protocol):
     def observe(self, taps: Tensor, positions: Tensor, path: Tensor, window: DraftRows) -> None: ...
 
 
-@dataclass
-class Parts:
-    """What an engine is made of. Without a drafter every tree is its root."""
+@dataclass(kw_only=True)
+class Common:
+    """What an engine knows of its parts wherever they run."""
 
-    target: TargetModel
-    kv: LatentStore
     comm: Comm
     vocab: int
     positions: int
     """Positions the target knows."""
+    grammars: Grammars | None = None
+    """For requests whose answers have a form; None without a vocabulary."""
+
+
+@dataclass(kw_only=True)
+class Parts(Common):
+    """What an engine on a CPU is made of. Without a drafter every tree is its root."""
+
+    target: TargetModel
+    kv: LatentStore
     drafter: DraftModel | None = None
     draft_kv: DraftStore | None = None
     block: int = 0
@@ -68,8 +76,6 @@ class Parts:
     costs: dict[bool, CostTable] = field(default_factory=dict)
     """What `auto` reckons with, for steps without noise and with it."""
     device: torch.device | str = "cpu"
-    grammars: Grammars | None = None
-    """For requests whose answers have a form; None without a vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +127,7 @@ def run(parts: Parts, view: View, trace: bool = False) -> StepResult:
     # A nearly finished row may draft beyond the last position; nothing there can be committed.
     positions = tree.positions(view.lengths).clamp_(max=parts.positions - 1)
     at = (verified[0].to(device), verified[1].to(device))
-    logits, taps = parts.target.forward(
-        tree.tokens.to(device), positions, slots, tree.ancestors().to(device), counts, at
-    )
+    logits, taps = parts.target.forward(tree.tokens.to(device), positions, slots, tree.ancestors().to(device), counts, at)
     clock.lap("verify")
     allowed = permits(view.constraints, view.plan.emits, tree, verified)
     choices, logprobs = choose(logits, *verified, tree, view.sampling, noise, allowed)
@@ -196,9 +200,7 @@ def _grown(parts: Parts, view: View, guesses: Tensor, noise: Tensor | None, plac
     return grow(guesses, view.roots[places], budgets, heat, shared, parts.options, parts.bigram)
 
 
-def guide(
-    constraints: Sequence[Constraint | None], guesses: Tensor, noise: Tensor | None, heat: Sequence[float]
-) -> Tensor:
+def guide(constraints: Sequence[Constraint | None], guesses: Tensor, noise: Tensor | None, heat: Sequence[float]) -> Tensor:
     """Return the guesses [R, D, V] without what the rows' grammars refuse along each row's likeliest path."""
     out = guesses.clone()
     for row, constraint in enumerate(constraints):
@@ -236,7 +238,12 @@ def _top(logits: Tensor, view: View, path: Path) -> tuple[Tensor, Tensor] | None
 
 
 def _gaps(
-    logits: Tensor, verified: tuple[Tensor, Tensor], tree: Tree, view: View, noise: Tensor | None, path: Path,
+    logits: Tensor,
+    verified: tuple[Tensor, Tensor],
+    tree: Tree,
+    view: View,
+    noise: Tensor | None,
+    path: Path,
     allowed: Permits | None,
 ) -> Tensor:
     """Return [R, P] the lead of each chosen token over the next best in what was compared, in units of logits."""

@@ -1,0 +1,86 @@
+"""A loop that launches the next step before it reads the last one gives the plain loop's tokens, and loses nothing."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwood.engine.request import SamplingParams
+from tests.engine.test_identity import params, prompts
+from tests.fakes import FakeDrafter, FakeTarget, Toy, fake_engine, fake_plan, run
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+class Lenient(FakeTarget):
+    """A row that has ended runs once more, perhaps beyond its pages: its nodes then share slots that nobody owns."""
+
+    def _row(self, tokens, positions, slots, r, length, live, ancestors):
+        own, sink = slots.nodes[r, :live].tolist(), slots.cache.shape[1] - 16
+        if len(set(own)) < live or max(own) >= sink:
+            return [0] * live
+        return super()._row(tokens, positions, slots, r, length, live, ancestors)
+
+
+def ahead(kind, plan, **parts):
+    """An engine whose loop is a step ahead."""
+    engine = fake_engine(kind, plan, **parts)
+    engine.parts.target = Lenient(engine.parts.target.toy)
+    engine.ahead = 1
+    return engine
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    requests=st.lists(st.tuples(prompts, params), min_size=1, max_size=5),
+    kind=st.sampled_from(FakeDrafter.KINDS),
+    budget=st.integers(0, 64),
+    chunk=st.sampled_from([4, 16, 64]),
+    rows=st.integers(1, 5),
+)
+def test_the_loop_that_is_ahead_gives_the_plain_loops_tokens(requests, kind, budget, chunk, rows):
+    plan = fake_plan(budget, prefill_chunk=chunk, max_num_seqs=rows)
+    plain = run(fake_engine(kind, plan, stop_ids=(11,)), requests)
+    assert run(ahead(kind, plan, stop_ids=(11,)), requests) == plain
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_aborts_while_steps_fly_disturb_nobody(data):
+    asks = data.draw(st.lists(st.tuples(prompts, params), min_size=2, max_size=6))
+    doomed = data.draw(st.sets(st.integers(0, len(asks) - 1)))
+    engine = ahead("blurred", fake_plan(9, prefill_chunk=8, max_num_seqs=3, num_pages=40))
+    ids = [engine.add(*ask) for ask in asks]
+    out = {i: [] for i in ids}
+    pending = {ids[i]: data.draw(st.integers(0, 12)) for i in doomed}
+    tick = 0
+    while not engine.idle or pending:
+        for i in [i for i, at in pending.items() if at <= tick]:
+            engine.abort(i)
+            del pending[i]
+        for output in engine.step():
+            out[output.request_id] += output.token_ids
+        engine.scheduler.recount()
+        tick += 1
+    assert engine.scheduler.pool.free_count == engine.plan.num_pages and not engine.usage
+    for i, ask in zip(ids, asks, strict=True):
+        if i not in [ids[d] for d in doomed]:
+            assert out[i] == run(fake_engine(None, fake_plan(0)), [ask]).popitem()[1]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 9])
+def test_no_step_is_launched_for_a_row_that_is_sure_to_have_ended(limit):
+    engine = ahead(None, fake_plan(0))
+    run(engine, [(PROMPT, SamplingParams(max_tokens=limit))])
+    assert engine.parts.target.forwards == limit
+
+
+def test_what_an_ended_row_does_once_more_is_counted_nowhere():
+    toy = Toy()
+    text = toy.greedy(PROMPT, 12)
+    stop = text[6]
+    engine = ahead(None, fake_plan(0), toy=toy, stop_ids=(stop,))
+    engine.records = []
+    (tokens,) = run(engine, [(PROMPT, SamplingParams(max_tokens=30))]).values()
+    assert tokens == text[: text.index(stop) + 1]
+    assert engine.totals.decoded == len(tokens) - 1
+    assert [len(r.rows) for r in engine.records].count(0) == 1, "the step after the end has no row that anybody knows"
