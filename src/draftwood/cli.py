@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("draftwood.server.serve", "serve the model over HTTP with OpenAI's API"),
     "check": ("draftwood.commands.check", "prove that trees and plain decoding give the same tokens"),
     "bench step": ("draftwood.bench.step", "accept length, stage times and tok/s by tree budget"),
+    "bench serve": ("draftwood.bench.serve", "throughput and latency of a server under load"),
     "bench kernels": ("draftwood.bench.kernels", "time, bytes and error of the CUDA kernels, or compile them"),
     "plan": ("draftwood.commands.plan", "show the memory, pages and predicted step time"),
     "train corpus": ("draftwood.train.corpus", "collect training text from packages"),
