@@ -52,9 +52,9 @@ def test_a_follower_ends_in_the_same_state(budget, monkeypatch):
         follower.join(timeout=60)
     assert not follower.is_alive()
     size = first.plan.page_size
-    assert torch.equal(first.rows.lengths, second.rows.lengths)
-    assert torch.equal(first.rows.roots, second.rows.roots)
-    assert torch.equal(first.rows.tables, second.rows.tables)
+    assert torch.equal(first.stepper.rows.lengths, second.stepper.rows.lengths)
+    assert torch.equal(first.stepper.rows.roots, second.stepper.rows.roots)
+    assert torch.equal(first.stepper.rows.tables, second.stepper.rows.tables)
     kept = first.plan.num_pages * size
     same = first.parts.kv.cache[:, :kept] == second.parts.kv.cache[:, :kept]
     assert bool(same.all())
