@@ -67,9 +67,7 @@ def arch_of(capability: tuple[int, int]) -> str:
     known = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a", (12, 0): "sm_120a"}
     if capability not in known:
         have = ", ".join(f"{a}.{b}" for a, b in known)
-        raise ConfigError(
-            f"compute capability {capability[0]}.{capability[1]} has no kernels; supported: {have}; use --device cpu"
-        )
+        raise ConfigError(f"compute capability {capability[0]}.{capability[1]} has no kernels; supported: {have}; use --device cpu")
     return known[capability]
 
 
@@ -86,9 +84,7 @@ def _toolchain() -> tuple[Any, Any, Any]:
         import cuda.pathfinder as pathfinder
         from cuda.bindings import nvrtc
     except ImportError as missing:
-        raise ConfigError(
-            f"CUDA kernels need {missing.name}, which is not installed; pip install 'draftwood[gpu]'"
-        ) from None
+        raise ConfigError(f"CUDA kernels need {missing.name}, which is not installed; pip install 'draftwood[gpu]'") from None
     return core, nvrtc, pathfinder
 
 
@@ -99,9 +95,7 @@ def nvrtc_version() -> str:
     try:
         status, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as broken:
-        raise ConfigError(
-            f"NVRTC cannot be loaded ({str(broken).splitlines()[0]}); pip install 'draftwood[gpu]'"
-        ) from None
+        raise ConfigError(f"NVRTC cannot be loaded ({str(broken).splitlines()[0]}); pip install 'draftwood[gpu]'") from None
     if int(status) != 0:
         raise ConfigError(f"NVRTC answered status {int(status)} to a version query; reinstall nvidia-cuda-nvrtc")
     return f"{major}.{minor}"
@@ -127,9 +121,7 @@ def _with_headers(file: Path) -> str:
         try:
             seen[path] = path.read_text(encoding="utf-8")
         except OSError as error:
-            raise KernelBuildError(
-                f"kernel source {path.name} cannot be read: {error.strerror}", source=str(path)
-            ) from None
+            raise KernelBuildError(f"kernel source {path.name} cannot be read: {error.strerror}", source=str(path)) from None
         waiting += [(path.parent / name).resolve() for name in _INCLUDE.findall(seen[path])]
     return "\0".join(seen[path] for path in sorted(seen, key=lambda p: p.name))
 
@@ -178,9 +170,7 @@ def _compile(source: Source, arch: str, key: str) -> Cubin:
     try:
         code = core.Program(text, "c++", options).compile("cubin", logs=log).code
     except Exception as failed:
-        if (
-            type(failed).__name__ != "NVRTCError"
-        ):  # its class is private to cuda.core; anything else is not about the source
+        if type(failed).__name__ != "NVRTCError":  # its class is private to cuda.core; anything else is not about the source
             raise
         raise _refused(source, arch, key, text, f"{log.getvalue()}\n{failed}") from None
     return Cubin(arch, bytes(code), *_parse_ptxas(log.getvalue(), source.entry))
@@ -274,9 +264,7 @@ class Kernel:
         from cuda.bindings import driver
 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (status,) = driver.cuKernelSetAttribute(
-            attribute, size, driver.CUkernel(int(self._kernel.handle)), driver.CUdevice(device)
-        )
+        (status,) = driver.cuKernelSetAttribute(attribute, size, driver.CUkernel(int(self._kernel.handle)), driver.CUdevice(device))
         if int(status) != 0:
             raise ConfigError(f"the driver refused {size} bytes of shared memory per block (status {int(status)})")
 
@@ -293,9 +281,7 @@ class Kernel:
         core, _, _ = _toolchain()
         size = self._shared if shared is None else shared
         if size > self._shared:
-            raise ConfigError(
-                f"a launch asks for {size} B of shared memory; its kernel was loaded with {self._shared}"
-            )
+            raise ConfigError(f"a launch asks for {size} B of shared memory; its kernel was loaded with {self._shared}")
         config = core.LaunchConfig(grid=grid, block=block, shmem_size=size, programmatic_stream_serialization=pdl)
         stream = core.Stream.from_handle(torch.cuda.current_stream().cuda_stream)
         core.launch(stream, config, self._kernel, *(_argument(a) for a in args))
@@ -305,6 +291,6 @@ def _argument(value: Any) -> Any:
     """A tensor becomes its address; plain ints and floats are refused because their width would be guessed."""
     if hasattr(value, "data_ptr"):
         return value.data_ptr()
-    if isinstance(value, bool | int | float):  # no ctypes value is one of these
+    if isinstance(value, bool | int | float) and not hasattr(value, "itemsize"):  # numpy.float64 is a float, and has a width
         raise TypeError(f"kernel argument {value!r} has no width; pass numpy.int32 / numpy.int64 / numpy.float32")
     return value
