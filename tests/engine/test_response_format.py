@@ -123,8 +123,8 @@ def test_every_rank_follows_the_same_grammar(grammars):
     line.put(None)
     follower.join(timeout=60)
     assert not follower.is_alive() and len(out) == 3
-    assert first.rows.lengths.tolist() == second.rows.lengths.tolist()
-    assert first.rows.roots.tolist() == second.rows.roots.tolist()
+    assert first.stepper.rows.lengths.tolist() == second.stepper.rows.lengths.tolist()
+    assert first.stepper.rows.roots.tolist() == second.stepper.rows.roots.tolist()
 
 
 def test_what_cannot_be_followed_is_refused_before_it_is_queued(grammars):
