@@ -6,7 +6,8 @@ import sys
 from types import SimpleNamespace
 
 from draftwood import cli
-from draftwood.commands.chat import Conversation, Reasoning
+from draftwood.commands.chat import Conversation
+from draftwood.commands.speakers import Local, Marks
 from draftwood.engine.request import SamplingParams
 from draftwood.errors import RequestError
 from draftwood.text.chat import ChatTemplate
@@ -42,7 +43,7 @@ class Talker:
 
 def talk(llm, *lines, system=None, thinking=None):
     rest = iter([*lines, None])
-    conversation = Conversation(llm, SamplingParams(), system, thinking)
+    conversation = Conversation(Local(llm, SamplingParams(), thinking), system)
     conversation.run(lambda: next(rest))
     return conversation
 
@@ -100,10 +101,10 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(capsys):
 
 
 def test_reasoning_ends_at_its_marker_and_may_begin_again():
-    shown = Reasoning(inside=True)
-    parts = shown.split("why") + shown.split("</think>so") + shown.split("<think>hm</think>") + shown.split("!")
-    assert (shown.reasoning, shown.answer) == ("whyhm", "so!")
-    assert [text for text, thought in parts if thought] == ["why", "hm"]
+    marks = Marks(inside=True)
+    parts = marks.split("why") + marks.split("</think>so") + marks.split("<think>hm</think>") + marks.split("!")
+    assert "".join(text for text, thought in parts if thought) == "whyhm"
+    assert "".join(text for text, thought in parts if not thought) == "so!"
 
 
 def test_a_conversation_over_a_pipe_ends_with_its_input(capsys, monkeypatch, tmp_path):

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
 import time
@@ -20,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from draftwood import report, samples
-from draftwood.config import Options, add_options, options_from
+from draftwood import remote, report, samples
+from draftwood.config import add_options, options_from
 from draftwood.errors import ConfigError
 
 if TYPE_CHECKING:
     import httpx
 
     from draftwood.bench.load import Answer, Load, Result
+    from draftwood.remote import Remote
 
 TIMES = {"ttft": "TTFT ms", "tpot": "TPOT ms", "itl": "ITL ms", "e2el": "E2E ms"}
 COLUMNS = ("run", "done", "failed", "req/s", "tok/s", *(c for name in TIMES.values() for c in (name, "p99")), "accept")
@@ -37,9 +37,6 @@ _SPEC = ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `draftwood bench serve`."""
     group = parser.add_argument_group("bench")
-    group.add_argument("--base-url", help="server to measure, as in http://127.0.0.1:8000 (default: serve MODEL meanwhile)")
-    group.add_argument("--api-key", help="key of the server at --base-url")
-    group.add_argument("--served-model-name", help="model to ask for (default: the first that the server lists)")
     group.add_argument("--endpoint", choices=("chat", "completions"), default="chat", help="API to use (default chat)")
     group.add_argument("--concurrency", default="1,4,16", help="requests open together, a run each (default 1,4,16; none: '')")
     group.add_argument("--request-rate", default="", help="arrivals per second, a run each, with commas (default: none)")
@@ -53,18 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--timeout", type=float, default=600.0, help="seconds until a silent request counts as failed (default 600)")
     group.add_argument("--save-result", type=Path, metavar="FILE", help="write the JSON, with every request's times and text")
     group.add_argument("--json", action="store_true", help="end with one line of JSON")
+    remote.add_arguments(parser, "serve MODEL meanwhile")
     add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; return 1 if a request failed."""
-    for package in ("httpx", "prometheus_client"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"bench serve needs {package}; pip install 'draftwood[serve]'")
+    remote.needs("httpx", "prometheus_client", command="bench serve")
     loads = parse_loads(args.concurrency, args.request_rate)
     bodies = _bodies(args)
-    with _server(args) as url:
-        results = asyncio.run(_measure(args, url, loads, bodies))
+    with _server(args) as server:
+        results = asyncio.run(_measure(args, server, loads, bodies))
     report.show(report.table(COLUMNS, [_cells(r) for r in results]))
     for error in dict.fromkeys(e for r in results for e in r["errors"] if e):
         report.note(f"failed: {error}")
@@ -136,39 +132,32 @@ def read_dataset(file: Path, endpoint: str) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _server(args: argparse.Namespace) -> Iterator[str]:
-    """The address to measure; without --base-url, of a server that runs as long as the context."""
-    if args.base_url is None:
-        from draftwood.bench.local import served
-
-        options = options_from(args)
-        with served(options) as url:
-            yield url
+def _server(args: argparse.Namespace) -> Iterator[Remote]:
+    """The server to measure; without --base-url, one that runs as long as the context."""
+    if args.base_url is not None:
+        yield remote.connect(args)
         return
-    for f in dataclasses.fields(Options):
-        if getattr(args, f.name) != f.default:
-            flag = "MODEL" if f.metadata.get("positional") else f"--{f.name.replace('_', '-')}"
-            raise ConfigError(f"{flag} has no effect on the server at --base-url; leave it out, or leave --base-url out")
-    if not args.base_url.startswith(("http://", "https://")):
-        raise ConfigError(f"--base-url {args.base_url!r} is no address; write it as http://HOST:PORT")
-    yield args.base_url.rstrip("/").removesuffix("/v1")
+    from draftwood.bench.local import served
+
+    with served(options_from(args)) as url:
+        yield remote.find(url)
 
 
 async def _measure(
-    args: argparse.Namespace, url: str, loads: Sequence[Load], bodies: Sequence[dict[str, Any]]
+    args: argparse.Namespace, server: Remote, loads: Sequence[Load], bodies: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     import httpx
 
     from draftwood.bench.load import CHAT, COMPLETIONS
     from draftwood.bench.load import run as run_load
 
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     path = CHAT if args.endpoint == "chat" else COMPLETIONS
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=args.timeout, limits=limits, trust_env=False) as client:
-        model = args.served_model_name or await _first_model(client, url)
-        asked = [{**body, "model": model} for body in bodies]
-        results = []
+    asked = [{**body, "model": server.model} for body in bodies]
+    results = []
+    async with httpx.AsyncClient(
+        base_url=server.url, headers=server.headers, timeout=args.timeout, limits=limits, trust_env=False
+    ) as client:
         with report.progress(args.num_warmups + len(loads) * len(asked), "bench serve", " requests") as bar:
             if args.num_warmups:
                 warm = [asked[i % len(asked)] for i in range(args.num_warmups)]
@@ -176,22 +165,8 @@ async def _measure(
             for load in loads:
                 before = await _counters(client)
                 result = await run_load(client, path, asked, load, args.seed, bar.update)
-                results.append(summary(result, model, path, _accept_length(before, await _counters(client))))
+                results.append(summary(result, server.model, path, _accept_length(before, await _counters(client))))
     return results
-
-
-async def _first_model(client: httpx.AsyncClient, url: str) -> str:
-    import httpx
-
-    try:
-        response = await client.get("/v1/models")
-        response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
-    except httpx.HTTPStatusError as error:
-        raise ConfigError(f"{url}/v1/models answers {error.response.status_code}; check --base-url and --api-key") from None
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-        why = str(error) or type(error).__name__
-        raise ConfigError(f"no model could be read from {url}/v1/models ({why}); start the server or check --base-url") from None
 
 
 async def _counters(client: httpx.AsyncClient) -> dict[str, float]:

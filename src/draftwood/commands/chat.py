@@ -1,4 +1,7 @@
-"""Talk with the model. /reset begins anew, /exit or end of input ends; Ctrl-C stops an answer."""
+"""Talk with a model: of this machine, or of the server at --base-url.
+
+/reset begins anew, /exit or end of input ends; Ctrl-C stops an answer.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from draftwood import ranks
+from draftwood import ranks, remote
 from draftwood.commands import console
-from draftwood.commands.generate import summary
+from draftwood.commands.speakers import Distant, Local, Speaker
 from draftwood.config import add_options, options_from
 from draftwood.engine.request import SamplingParams, add_sampling, sampling_from
 from draftwood.errors import RequestError
 from draftwood.report import closed_pipe_is_fine
 
-if TYPE_CHECKING:
-    from draftwood.llm import LLM
-
-OPEN, CLOSE = "<think>", "</think>"
 HELP = "/reset: forget the conversation   /exit: leave   Ctrl-C: stop an answer"
 PROMPT = "> "
+SILENCE = 600.0
+"""Seconds without a word after which a server counts as gone."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,13 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="reason before the answer (default: what the checkpoint's template does)",
     )
+    remote.add_arguments(parser, "the model runs here")
     add_sampling(parser)
     add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Converse until the user leaves; return 0, or the code of the ranks that were started for it."""
-    options, params = options_from(args), sampling_from(args)
+    params = sampling_from(args)
+    if args.base_url is not None:
+        return _afar(args, params)
+    options = options_from(args)
     code = ranks.start(args, options)
     if code is not None:
         return code
@@ -53,10 +58,29 @@ def run(args: argparse.Namespace) -> int:
             return 0
         with closed_pipe_is_fine():
             console.say_notes(llm.plan)
-            if sys.stdin.isatty():
-                console.say(console.dim(f"{llm.plan.model_path}   {HELP}", sys.stderr))
-            Conversation(llm, params, args.system, args.thinking).run(_read)
+            _greet(str(llm.plan.model_path))
+            Conversation(Local(llm, params, args.thinking), args.system).run(_read)
     return 0
+
+
+def _afar(args: argparse.Namespace, params: SamplingParams) -> int:
+    """Converse with a server."""
+    remote.needs("httpx", command="chat with --base-url")
+    import httpx
+
+    server = remote.connect(args)
+    with (
+        httpx.Client(base_url=server.url, headers=server.headers, timeout=SILENCE, trust_env=False) as client,
+        closed_pipe_is_fine(),
+    ):
+        _greet(f"{server.model} at {server.url}")
+        Conversation(Distant(client, server, params, args.thinking), args.system).run(_read)
+    return 0
+
+
+def _greet(whom: str) -> None:
+    if sys.stdin.isatty():
+        console.say(console.dim(f"{whom}   {HELP}", sys.stderr))
 
 
 def _read() -> str | None:
@@ -94,12 +118,10 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 class Conversation:
-    """The messages so far and how the next answer is made."""
+    """The messages so far and who answers them."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, thinking: bool | None) -> None:
-        self.llm = llm
-        self.params = params
-        self.template: dict[str, Any] = {} if thinking is None else {"thinking": thinking}
+    def __init__(self, speaker: Speaker, system: str | None) -> None:
+        self.speaker = speaker
         self.start: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.start)
 
@@ -121,56 +143,28 @@ class Conversation:
         """Answer one message. A message that cannot be answered is told and forgotten."""
         question = {"role": "user", "content": text}
         try:
-            ids = self.llm.chat_ids([*self.messages, question], **self.template)
-            answer = self._answer(ids)
+            answer = self._answer([*self.messages, question])
         except RequestError as error:
             console.say(f"{error} (/reset begins anew)")
             return
         self.messages += [question, answer]
 
-    def _answer(self, ids: list[int]) -> dict[str, Any]:
+    def _answer(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         """Stream an answer to the terminal, its reasoning dimmed; return it as a message. Ctrl-C ends it early."""
-        shown = Reasoning(self._opens_with_reasoning(ids))
-        ending = "stopped"
-        with _interrupts() as interrupts:
-            for piece in self.llm.stream(ids, self.params):
-                if isinstance(piece, str):
-                    for text, thought in shown.split(piece):
-                        console.write(console.dim(text, sys.stdout) if thought else text)
+        said, ending, thinking = {True: "", False: ""}, "stopped", False
+        with _interrupts() as interrupts, contextlib.closing(self.speaker.answer(messages)) as parts:
+            for part in parts:
+                if isinstance(part, str):
+                    ending = part
                 else:
-                    ending = summary(piece)
+                    text, thought = part
+                    if thinking and not thought:
+                        console.write("\n")
+                    thinking = thought
+                    said[thought] += text
+                    console.write(console.dim(text, sys.stdout) if thought else text)
                 if interrupts:
                     break
         console.write("\n")
         console.say(console.dim(ending, sys.stderr))
-        return {"role": "assistant", "content": shown.answer, "reasoning_content": shown.reasoning}
-
-    def _opens_with_reasoning(self, ids: list[int]) -> bool:
-        tokenizer = self.llm.tokenizer
-        return tokenizer is not None and bool(ids) and ids[-1] == tokenizer.special.get(OPEN)
-
-
-class Reasoning:
-    """Tells an answer's reasoning from the rest while it streams. The closing marker is one token, so one piece."""
-
-    def __init__(self, inside: bool) -> None:
-        self.inside = inside
-        self.reasoning = ""
-        self.answer = ""
-
-    def split(self, piece: str) -> list[tuple[str, bool]]:
-        """Return the piece's parts as (text, is reasoning); markers are left out."""
-        parts: list[tuple[str, bool]] = []
-        while piece:
-            text, marker, piece = piece.partition(CLOSE if self.inside else OPEN)
-            if self.inside:
-                self.reasoning += text
-            else:
-                self.answer += text
-            if text:
-                parts.append((text, self.inside))
-            if marker:
-                if self.inside:
-                    parts.append(("\n", False))
-                self.inside = not self.inside
-        return parts
+        return {"role": "assistant", "content": said[False], "reasoning_content": said[True]}
