@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,6 @@ def sizes(latent: int, rope: int, law: Law) -> dict[str, int]:
     return given | {"GROW1": law.grow[0], "GROW2": law.grow[1]}
 
 
-
 SHAPES: dict[str, Shape] = {
     "u1x4": Shape(1, 4, blocks=2),
     "u1x8": Shape(1, 8, blocks=2),
@@ -177,10 +176,96 @@ def flops(heads: int, lengths: list[int], counts: list[int], latent: int = 512, 
     return sum(2 * n * c * heads * (2 * latent + rope) for n, c in zip(lengths, counts, strict=True))
 
 
+@dataclass(frozen=True)
+class Need:
+    """How much memory an MlaAttention uses: rows, tokens, partial results and jobs that it has room for."""
+
+    rows: int
+    tokens: int
+    parts: int
+    jobs: int
+
+    def with_room_for(self, other: Need) -> Need:
+        """The larger of each."""
+        return Need(*map(max, astuple(self), astuple(other)))
+
+    def within(self, other: Need) -> bool:
+        """Whether `other` is enough for this."""
+        return self.with_room_for(other) == other
+
+    def nbytes(self, heads: int, latent: int) -> int:
+        """Bytes of `allocate`."""
+        work = self.jobs * JOB_BYTES + self.rows * ROW_BYTES + 8
+        return work + (self.parts + 2 * self.tokens * heads) * (latent + 2) * 4
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Work list (jobs, row_info, head) and partial results of a step; never read before it is written."""
+
+    jobs: Tensor
+    row_info: Tensor
+    head: Tensor
+    part_o: Tensor
+    part_ml: Tensor
+    own_o: Tensor
+    own_ml: Tensor
+
+
+def allocate(needed: Need, heads: int, latent: int, device: torch.device | str) -> Scratch:
+    """Return the memory of an MlaAttention, or of several that take turns."""
+    floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
+    return Scratch(
+        jobs=torch.zeros(needed.jobs * JOB_BYTES, dtype=torch.uint8, device=device),
+        row_info=torch.zeros(needed.rows * ROW_BYTES, dtype=torch.uint8, device=device),
+        head=torch.zeros(2, dtype=torch.int32, device=device),
+        part_o=floats(needed.parts, latent), part_ml=floats(needed.parts, 2),
+        own_o=floats(needed.tokens, 2, heads, latent), own_ml=floats(needed.tokens, 2, heads, 2),
+    )  # fmt: skip
+
+
+def need(
+    rows: int, nodes: int, tokens: int, heads: int, context: int, device: torch.device, latent: int = 512,
+    partial_bytes: int = PARTIAL_BYTES,
+) -> Need:  # fmt: skip
+    """What an MlaAttention of this bucket will use with its own choice of shape. Raises ConfigError as it does."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    shape = _shape(rows, nodes, heads, context, latent, _arch(index), None)
+    return _need(rows, nodes, tokens, heads, context, latent, shape, LAW, partial_bytes)
+
+
+def _shape(rows: int, nodes: int, heads: int, context: int, latent: int, arch: str, name: str | None) -> Shape:
+    if latent != 512:
+        return NARROW
+    return SHAPES[choose(rows, nodes, heads, context, arch) if name is None else name]
+
+
+def _need(
+    rows: int, nodes: int, tokens: int, heads: int, context: int, latent: int, shape: Shape, law: Law, partial_bytes: int
+) -> Need:
+    lines = nodes * heads
+    spans = max(1, law.pieces(context, law.unit * law.per if shape.walk else law.unit))
+    per_partial = latent * 4 + 8
+    parts = rows * lines * spans
+    blocks = rows * -(-lines // (16 * shape.tiles))
+    own = rows * nodes * 2 * -(-heads // (16 * shape.own_tiles(heads)))
+    jobs = blocks * spans + own
+    if shape.walk:
+        parts = min(parts, max(2 * rows * lines, partial_bytes // per_partial))
+        jobs = min(jobs, max(blocks + own, MOST_JOBS))
+    elif parts * per_partial > max(partial_bytes, 2 * rows * lines * per_partial):
+        raise ConfigError(
+            f"attention of {rows} rows x {nodes} nodes x {heads} heads over {context} tokens needs "
+            f"{parts * per_partial} B of partial results, limit {partial_bytes}; take a shape that walks"
+        )
+    return Need(rows, tokens, parts, jobs)
+
+
 class MlaAttention:
     """Attention of up to `rows` rows with up to `nodes` nodes each, over contexts of up to `context` committed tokens.
 
-    scale: of the scores. shape: a name in SHAPES, by default `choose`'s. partial_bytes: limit for partial results.
+    scale: of the scores. shape: a name in SHAPES, by default `choose`'s. partial_bytes: limit for partial results. scratch:
+    memory that objects of several buckets share (one runs at a time); made if absent.
     Raises ConfigError for a bucket that the kernels do not take.
     """
 
@@ -198,6 +283,7 @@ class MlaAttention:
         law: Law = LAW,
         partial_bytes: int = PARTIAL_BYTES,
         tokens: int | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
         if not 1 <= nodes <= MOST_NODES:
             raise ConfigError(f"attention over {nodes} nodes per row; the kernels take 1 to {MOST_NODES}")
@@ -206,46 +292,28 @@ class MlaAttention:
         self.rows, self.nodes, self.heads, self.latent, self.rope = rows, nodes, heads, latent, rope
         self.tokens = rows * nodes if tokens is None else tokens
         index = device.index if device.index is not None else torch.cuda.current_device()
-        arch = _arch(index)
-        if latent != 512:
-            self.shape = NARROW
-        else:
-            self.shape = SHAPES[choose(rows, nodes, heads, context, arch) if shape is None else shape]
+        self.shape = _shape(rows, nodes, heads, context, latent, _arch(index), shape)
+        self.span = law.unit * law.per if self.shape.walk else law.unit
         self._size(context, law, partial_bytes)
-        self._buffers(device)
+        self._buffers(device, scratch)
         self._load(law, index)
         self._scale = np.float32(scale * LOG2E)
 
     def _size(self, context: int, law: Law, partial_bytes: int) -> None:
-        lines = self.nodes * self.heads
-        self.span = law.unit * law.per if self.shape.walk else law.unit
-        spans = max(1, law.pieces(context, self.span))
-        per_partial = self.latent * 4 + 8
-        self.parts = self.rows * lines * spans
-        blocks = self.rows * -(-lines // (16 * self.shape.tiles))
-        own = self.rows * self.nodes * 2 * -(-self.heads // (16 * self.shape.own_tiles(self.heads)))
-        self.max_jobs = blocks * spans + own
-        if self.shape.walk:
-            self.parts = min(self.parts, max(2 * self.rows * lines, partial_bytes // per_partial))
-            self.max_jobs = min(self.max_jobs, max(blocks + own, MOST_JOBS))
-        elif self.parts * per_partial > max(partial_bytes, 2 * self.rows * lines * per_partial):
-            raise ConfigError(
-                f"attention of {self.rows} rows x {self.nodes} nodes x {self.heads} heads over {context} tokens needs "
-                f"{self.parts * per_partial} B of partial results, limit {partial_bytes}; take a shape that walks"
-            )
+        needed = _need(self.rows, self.nodes, self.tokens, self.heads, context, self.latent, self.shape, law, partial_bytes)
+        self.parts, self.max_jobs = needed.parts, needed.jobs
         groups = max(1, law.pieces(context, law.unit * law.per))
         self.fold_warps = min(16, -(-groups // 4) if self.shape.walk else groups)
         self.grid = min(self.max_jobs, 16_384)
 
-    def _buffers(self, device: torch.device) -> None:
-        def floats(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=device)
-
-        self.jobs = torch.zeros(self.max_jobs * JOB_BYTES, dtype=torch.uint8, device=device)
-        self.row_info = torch.zeros(self.rows * ROW_BYTES, dtype=torch.uint8, device=device)
-        self.head = torch.zeros(2, dtype=torch.int32, device=device)
-        self.part_o, self.part_ml = floats(self.parts, self.latent), floats(self.parts, 2)
-        self.own_o, self.own_ml = floats(self.tokens, 2, self.heads, self.latent), floats(self.tokens, 2, self.heads, 2)
+    def _buffers(self, device: torch.device, scratch: Scratch | None) -> None:
+        needed = Need(self.rows, self.tokens, self.parts, self.max_jobs)
+        given = allocate(needed, self.heads, self.latent, device) if scratch is None else scratch
+        self.jobs, self.row_info, self.head = given.jobs, given.row_info, given.head
+        self.part_o, self.part_ml, self.own_o, self.own_ml = given.part_o, given.part_ml, given.own_o, given.own_ml
+        held = Need(len(self.row_info) // ROW_BYTES, len(self.own_o), len(self.part_o), len(self.jobs) // JOB_BYTES)
+        if not needed.within(held) or self.own_o.shape[1:] != (2, self.heads, self.latent):
+            raise ValueError(f"scratch for {held} does not hold {needed} of {self.heads} heads of {self.latent}")
 
     def _load(self, law: Law, device: int) -> None:
         given = sizes(self.latent, self.rope, law)
