@@ -2,7 +2,7 @@
 
 A grammar is compiled and walked with random tokens. It is refused when compiling fails or takes too long, when it
 allows no answer, when a single mask takes too long, or when masks become dear as the answer grows (ambiguity).
-Run as a program, this module is that process.
+Run as a program, this module is that process. It forks for each grammar and stays, for its imports take seconds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pickle
 import random
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -28,13 +29,17 @@ from draftwood.env import inherit
 from draftwood.errors import DraftwoodError
 
 START_SECONDS = 120.0
-TRY_SECONDS = 3.0
-"""For one grammar, in all."""
-WALK_SECONDS, WALK_TOKENS = 1.0, 256
-MASK_SECONDS = 0.5
+TRY_SECONDS = 0.6
+"""For one grammar, in all: a request that cannot be served is refused within a second."""
+GRACE_SECONDS = 10.0
+"""For the process to answer when the time of a grammar is over."""
+WALK_SECONDS, WALK_TOKENS = 0.3, 256
+MASK_SECONDS = 0.3
 """Most for one mask that is computed for the first time."""
 KNOWN_MASK_SECONDS = 0.005
 """Most for one that is computed again, at the end of the walk."""
+_LONGEST = 4096
+"""Bytes of an answer: what a pipe takes at once."""
 STATM = Path("/proc/self/statm")
 MEMORY = 4 << 30
 """Bytes beyond what the process has when it starts."""
@@ -130,27 +135,23 @@ class Judge:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._process: subprocess.Popen[bytes] | None = None
-        self._ready = False
         self._lock = threading.Lock()
 
     def ask(self, kind: str, text: str) -> str:
         """Return what is wrong with a grammar, nothing if it can be used. Raises DraftwoodError if it cannot start."""
         with self._lock:
-            process = self._start()
-            answer = self._exchange(process, (kind, text), TRY_SECONDS)
-            if answer is not None:
-                return str(answer)
-            late = process.poll() is None
-            self._end()
-            self._start(wait=False)  # the next grammar need not wait for the imports
-            return f"it takes longer than {TRY_SECONDS:g} seconds to compile; make it simpler" if late else "it is too large"
+            answer = self._exchange(self._start(), (kind, text, TRY_SECONDS), TRY_SECONDS + GRACE_SECONDS)
+            if answer is None:
+                self._end()
+                return "it ended the process that checks grammars; make it simpler"
+            return str(answer)
 
     def warm(self) -> None:
         """Start the process and wait for it, so that the first grammar does not have to. Raises DraftwoodError."""
         with self._lock:
             self._start()
 
-    def _start(self, wait: bool = True) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "draftwood.spec.judge"],
@@ -159,12 +160,9 @@ class Judge:
                 stderr=subprocess.DEVNULL,
                 env=inherit(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
             )
-            self._ready = False
-        if wait and not self._ready:
             if self._exchange(self._process, self._vocabulary, START_SECONDS) != "ready":
                 self._end()
                 raise DraftwoodError("the process that checks grammars did not start; see `python -m draftwood.spec.judge`")
-            self._ready = True
         return self._process
 
     def _exchange(self, process: subprocess.Popen[bytes], message: Any, seconds: float) -> Any:
@@ -201,21 +199,47 @@ def main() -> None:
     read, write = sys.stdin.buffer, sys.stdout.buffer
     vocabulary = pickle.load(read)
     tool = compiler(vocabulary)
-    if STATM.exists():
-        used = int(STATM.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     answer: str = "ready"
     while True:
         pickle.dump(answer, write)
         write.flush()
         try:
-            kind, text = pickle.load(read)
+            kind, text, seconds = pickle.load(read)
         except EOFError:
             return
+        answer = _apart(tool, vocabulary, kind, text, seconds)
+
+
+def _apart(tool: Any, vocabulary: Vocabulary, kind: str, text: str, seconds: float) -> str:
+    """Try a grammar in a child that ends with the answer, or is ended when the time is over."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
         try:
-            answer = judge(compile_text(tool, kind, text), vocabulary)
-        except ValueError as error:
-            answer = str(error) or "it does not compile"
+            os.write(send, _tried(tool, vocabulary, kind, text).encode()[:_LONGEST])
+        finally:
+            os._exit(0)
+    os.close(send)
+    late = not select.select([receive], [], [], seconds)[0]
+    if late:
+        os.kill(child, signal.SIGKILL)
+    said = os.read(receive, _LONGEST).decode(errors="replace")
+    os.close(receive)
+    os.waitpid(child, 0)
+    if late:
+        return f"it takes longer than {seconds:g} seconds to compile; make it simpler"
+    return said[1:] if said else "it is too large"
+
+
+def _tried(tool: Any, vocabulary: Vocabulary, kind: str, text: str) -> str:
+    """What is wrong with a grammar after a mark; the mark alone for one that can be used."""
+    if STATM.exists():
+        used = int(STATM.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    try:
+        return "." + judge(compile_text(tool, kind, text), vocabulary)
+    except ValueError as error:
+        return "." + (str(error) or "it does not compile")
 
 
 if __name__ == "__main__":
