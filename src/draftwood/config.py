@@ -38,9 +38,7 @@ class Options:
 
     model: str = _flag("nano", "folder, hub id, or nano", positional=True)
     draft: str = _flag("auto", "drafter folder or hub id; auto: MODEL/draft if there; none: no drafter")
-    tree_budget: int | str = _flag(
-        8, "most tree nodes beyond the root, 0..64, or auto", parse=parse_budget, metavar="N|auto"
-    )
+    tree_budget: int | str = _flag(8, "most tree nodes beyond the root, 0..64, or auto", parse=parse_budget, metavar="N|auto")
     draft_block: int | None = _flag(
         None, "block size of the drafter, 4..16 (default: 8, or the drafter's own if smaller)", parse=int
     )
@@ -66,6 +64,9 @@ class Options:
     )
     max_num_seqs: int | None = _flag(None, "most requests that run together (default: 8 on a CPU, else 128)", parse=int)
     max_num_batched_tokens: int = _flag(512, "most prompt tokens in a step", parse=int)
+    enable_prefix_caching: bool = _flag(
+        False, "keep full pages of finished texts for prompts that begin alike (default: on for serve and chat)", pair=True
+    )
 
     def __post_init__(self) -> None:
         self._between("tree-budget", self.tree_budget, 0, MAX_BUDGET, skip="auto")
@@ -80,9 +81,7 @@ class Options:
         for f in dataclasses.fields(self):
             choices = f.metadata.get("choices")
             if choices and getattr(self, f.name) not in choices:
-                raise ConfigError(
-                    f"--{f.name.replace('_', '-')} {getattr(self, f.name)!r} is not one of {', '.join(choices)}"
-                )
+                raise ConfigError(f"--{f.name.replace('_', '-')} {getattr(self, f.name)!r} is not one of {', '.join(choices)}")
 
     @staticmethod
     def _between(flag: str, value: Any, low: int, high: int, skip: Any = ...) -> None:
@@ -104,12 +103,11 @@ def add_options(parser: argparse.ArgumentParser, only: tuple[str, ...] | None = 
         if meta.get("positional"):
             parser.add_argument(f.name, nargs="?", default=f.default, help=help)
         elif f.default is False:
-            group.add_argument(f"--{f.name.replace('_', '-')}", action="store_true", help=help)
+            action = argparse.BooleanOptionalAction if meta.get("pair") else "store_true"
+            group.add_argument(f"--{f.name.replace('_', '-')}", action=action, default=False, help=help)
         else:
             extra = {k: meta[k] for k in ("choices", "metavar") if k in meta}
-            group.add_argument(
-                f"--{f.name.replace('_', '-')}", type=meta.get("parse", str), default=f.default, help=help, **extra
-            )
+            group.add_argument(f"--{f.name.replace('_', '-')}", type=meta.get("parse", str), default=f.default, help=help, **extra)
 
 
 def options_from(args: argparse.Namespace) -> Options:

@@ -232,7 +232,8 @@ class LLM:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             pages=scheduler.pool.num_pages,
-            free_pages=scheduler.pool.free_count,
+            free_pages=scheduler.available,
+            preemptions=scheduler.preemptions,
             totals=self.engine.totals,
         )
 
@@ -282,7 +283,10 @@ class State:
     waiting: int
     pages: int
     free_pages: int
+    """Pages that can be had, those that only the prefix cache holds among them."""
     totals: Totals
+    preemptions: int = 0
+    """Rows that gave up their pages to older ones, since the beginning."""
 
 
 @dataclass
@@ -422,8 +426,9 @@ def build(plan: Plan, checkpoint: Checkpoint, comm: Comm) -> Parts:
         parts.drafter = Drafter(drafter_config, own, layout, comm, target.embed, target.lm_head, dtype)
         heads = len(layout.kv_heads(drafter_config.num_heads, drafter_config.num_kv_heads))
         parts.draft_kv = DraftStore(
-            drafter_config.num_layers, plan.max_num_seqs, plan.window, heads, drafter_config.head_dim, dtype, device
-        )
+            drafter_config.num_layers, plan.max_num_seqs, plan.window, heads, drafter_config.head_dim, dtype, device,
+            slots=(plan.num_pages + 1) * plan.page_size if options.enable_prefix_caching else 0,
+        )  # fmt: skip
     return parts
 
 

@@ -196,8 +196,8 @@ class _Planner:
         context = self._context(drafter)
         window = min(options.draft_window, context)
         rows, fixed = self._rows(drafter, block, window, budget)
-        pages, context = self._pages(rows, context, budget, fixed)
-        page_bytes = PAGE_SIZE * costs.kv_bytes_per_token(self.config, self.itemsize)
+        per_page = self._per_page(drafter)
+        pages, context = self._pages(rows, context, budget, fixed, costs.total(per_page))
         step = self._step(drafter, block, window, budget, context)
         bandwidth = self.device.bandwidth
         return Plan(
@@ -216,7 +216,7 @@ class _Planner:
             window=window if drafter else 0,
             max_budget=budget,
             # One page more than the pool's: padding is written there.
-            memory=(*fixed, ("kv pages", (pages + 1) * page_bytes)),
+            memory=(*fixed, *((name, (pages + 1) * size) for name, size in per_page)),
             step_bytes=step,
             bandwidth=bandwidth,
             step_seconds=costs.total(step) / bandwidth if bandwidth else None,
@@ -314,9 +314,16 @@ class _Planner:
             self.notes.append(f"--max-num-seqs {asked} does not fit: {rows} requests run together")
         return rows, fixed
 
-    def _pages(self, rows: int, context: int, budget: int, fixed: costs.Table) -> tuple[int, int]:
+    def _per_page(self, drafter: DrafterConfig | None) -> costs.Table:
+        """Bytes of a page on a rank: the target's latents, and what a prefix cache keeps of the drafter's context."""
+        parts = [("kv pages", PAGE_SIZE * costs.kv_bytes_per_token(self.config, self.itemsize))]
+        if drafter is not None and self.options.enable_prefix_caching:
+            layout = Layout(self.options.tp, self.options.ep, 0)
+            parts.append(("draft pages", PAGE_SIZE * costs.drafter_kv_bytes_per_token(drafter, self.itemsize, layout)))
+        return tuple(parts)
+
+    def _pages(self, rows: int, context: int, budget: int, fixed: costs.Table, page_bytes: int) -> tuple[int, int]:
         """Return (pages, context): every row's longest request if memory holds it, at least one of them."""
-        page_bytes = PAGE_SIZE * costs.kv_bytes_per_token(self.config, self.itemsize)
         most = _pages_for(context + budget)
         have = (self.device.memory - costs.total(fixed)) // page_bytes - 1
         if have >= most:

@@ -36,11 +36,27 @@ def test_committed_latents_equal_a_chains_and_foreign_pages_are_untouched(kind, 
             assert torch.equal(cache[:, kept][..., 0], torch.tensor(text[: len(kept)]).float().expand(2, -1))
 
 
-def test_scratch_of_the_largest_tree_at_the_very_end_fits_the_reserved_pages():
+def recorded(scheduler):
+    """Return a list that every plan of the scheduler is appended to."""
+    plans, next_step = [], scheduler.next_step
+    scheduler.next_step = lambda: plans.append(next_step()) or plans[-1]
+    return plans
+
+
+def test_scratch_of_the_largest_tree_at_the_very_end_fits_the_rows_pages():
     for limit in range(1, 40):
         engine = fake_engine("blurred", fake_plan(64))
         engine.add(PROMPT, SamplingParams(max_tokens=limit))
+        planned = recorded(engine.scheduler)
+        sizes = dict.fromkeys(range(engine.plan.max_num_seqs), 0)
         while not engine.idle:
+            lengths = {seq.row: seq.length for seq in engine.scheduler.running.values()}
             engine.step()
-            for seq in engine.scheduler.running.values():
-                assert len(seq.pages) * engine.plan.page_size >= seq.length + 65
+            if planned[-1] is None:
+                continue
+            for start in planned[-1].starts:
+                sizes[start.row] = len(start.pages)
+            for growth in planned[-1].growths:
+                sizes[growth.row] += len(growth.pages)
+            for row, budget in zip(planned[-1].rows, planned[-1].budgets, strict=True):
+                assert sizes[row] * engine.plan.page_size > lengths.get(row, 0) + budget

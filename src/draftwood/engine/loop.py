@@ -247,9 +247,11 @@ class Engine:
                 self.totals.prompt(read.counts[place])
             else:
                 self.totals.row(read.nodes[place] - 1, read.counts[place] - 1)
-                seq.length += read.counts[place]
             usage = self.usage[seq.request.id]
-            usage.started = usage.started or flight.began
+            if not usage.started:
+                usage.started, usage.cached_tokens = flight.began, seq.cached
+                if self.scheduler.prefix is not None:
+                    self.totals.looked_up(len(seq.request.prompt), seq.cached)
             usage.ended = now
             usage.prompt_steps += forced
             if not forced:
@@ -263,7 +265,7 @@ class Engine:
         """Take what a row returned, up to its end; let go of the request when that is reached."""
         new, wants = read.tokens[place][: read.emitted[place]], seq.request.params.logprobs
         taken, reason = self._cut(seq, new)
-        seq.generated += taken
+        self.scheduler.commit(seq, 0 if forced else read.counts[place], new[:taken])
         usage.completion_tokens += taken
         if not forced:
             usage.steps += 1

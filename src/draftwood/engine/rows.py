@@ -79,26 +79,38 @@ class Rows:
         self._kept: View | None = None
 
     def view(self, plan: StepPlan) -> View:
-        """Begin the rows that start with this plan and return all rows of the step."""
+        """Begin the rows that start with this plan, lengthen the tables that grow, and return all rows of the step."""
         for start in plan.starts:
             self._begin(start)
+        for grown in plan.growths:
+            pages = torch.tensor(grown.pages, device=self.tables.device)
+            self.tables[grown.row, grown.place : grown.place + len(pages)] = pages
         if self._kept is None or self._kept.plan.rows != plan.rows:
             self._kept = self._collect(plan)
+        elif plan.growths:
+            self._kept = dataclasses.replace(self._kept, tables=self.tables[self._kept.ids])
         ids = self._kept.ids
         self._kept = dataclasses.replace(self._kept, plan=plan, lengths=self.lengths[ids], roots=self.roots[ids])
         return self._kept
 
     def _begin(self, start: Start) -> None:
         self._kept = None
-        self.lengths[start.row] = 0
+        self.lengths[start.row] = start.cached
         self.tables[start.row] = self._sink
         self.tables[start.row, : len(start.pages)] = torch.tensor(start.pages, device=self.tables.device)
         self._starts[start.row] = start
-        self._histories[start.row] = History(start.prompt, self.vocab) if uses_history(start.params) else None
-        self._floors[start.row] = self._floor(start.params)
+        history = self._histories[start.row] = History(start.prompt, self.vocab) if uses_history(start.params) else None
+        floor = self._floors[start.row] = self._floor(start.params)
         self._constraints.pop(start.row, None)
         if start.params.grammar is not None and self._grammars is not None:
             self._constraints[start.row] = self._grammars.start(start.params.grammar)
+        # An answer that was interrupted: what was generated is known again before its first chunk is forced.
+        if history is not None:
+            history.extend(start.generated)
+        if floor is not None:
+            floor.extend(len(start.generated))
+        if start.row in self._constraints:
+            self._constraints[start.row].commit(start.generated)
 
     def _floor(self, params: SamplingParams) -> Floor | None:
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._stop_ids)

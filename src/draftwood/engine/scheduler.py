@@ -1,19 +1,27 @@
 """Who runs in the next step, with which pages. Decides; touches no tensor.
 
-A request reserves at admission every page it can ever need (prompt, answer and the scratch of its largest tree), so a
-running request never waits for memory and its page table never changes. Admission is first come, first served.
+Admission is first come, first served, and optimistic: a request begins when its known text and the scratch of its
+largest tree fit, and takes more pages as it grows. Every row holds at all times the pages of its committed tokens, its
+root and its largest tree, so a step never waits for memory. When pages run out, the youngest row is preempted: its full
+pages stay in the prefix cache, it waits at the front, and begins again by forcing the text it had. The oldest row can
+always take what it needs, so it always ends, and so does everybody in turn.
+
+A row may begin on pages of the prefix cache. Those are shared; they end before the row's first own token, and scratch
+and commits lie behind the committed length, so nothing is ever written into a shared page.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from draftwood.config import Plan
 from draftwood.engine.request import Request, SamplingParams
 from draftwood.errors import RequestError
 from draftwood.kv.pages import PagePool
+from draftwood.kv.prefix import Node, PrefixCache
 
 
 @dataclass(frozen=True)
@@ -26,20 +34,39 @@ class Start:
     prompt: tuple[int, ...]
     """The whole prompt where penalties count its tokens, else empty."""
     drafts: bool
-    """False when no step of the request will ever draft."""
+    """False when nobody will ever want the drafter's context of this row."""
+    cached: int = 0
+    """Tokens that are committed already, whole pages of them: the row's first pages are shared. The drafter's context
+    of these tokens has to be brought into the row's window before the step."""
+    generated: tuple[int, ...] = ()
+    """The answer so far of a request that was preempted. Its steps force these tokens again after the prompt; counts,
+    floors and grammars take note of them when the row begins."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Pages that a running row has from this step on: entries `place`, place + 1, ... of its table."""
+
+    row: int
+    place: int
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step, as rank 0 decides it and all ranks run it. Rows are in order of admission."""
+    """One step, as rank 0 decides it and all ranks run it. Rows are in order of admission.
+
+    `starts` and `growths` change the state of rows before the step, and are all that ever changes a page table; a row of
+    `starts` may be one that another request has just left.
+    """
 
     starts: tuple[Start, ...]
     rows: tuple[int, ...]
     """Row id of each row in the step."""
     chunks: tuple[tuple[int, ...], ...]
-    """Prompt tokens forced by the row, starting at its root; empty for a decoding row."""
+    """Known tokens forced by the row, starting at its root; empty for a decoding row."""
     emits: tuple[bool, ...]
-    """True when the row's final choice is a token of the answer: all but the earlier chunks of a prompt."""
+    """True when the row's final choice is a token of the answer: all but the earlier chunks of a known text."""
     budgets: tuple[int, ...]
     """Most tree nodes of each row beyond its root; 0 for forced rows."""
     auto: tuple[bool, ...]
@@ -48,6 +75,16 @@ class StepPlan:
     """Deepest node that can still be of use to some row."""
     longest: int
     """At least the committed tokens of every row."""
+    growths: tuple[Growth, ...] = ()
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A request without a row."""
+
+    request: Request
+    generated: tuple[int, ...] = ()
+    """What it had generated when it was preempted."""
 
 
 @dataclass
@@ -61,15 +98,27 @@ class Sequence:
     """Most tokens of its answer."""
     budget: int
     auto: bool
-    length: int = 0
+    tokens: list[int]
+    """Prompt and answer so far."""
+    forced: int
+    """How many of them were known when the row began: they go through the target as chunks."""
+    cached: int
+    """How many of them were committed when the row began."""
+    length: int
     """Committed tokens as far as is known: their latents are in the cache."""
-    generated: int = 0
+    node: Node | None
+    """Where its text ends in the prefix cache, `kept` pages deep; None without one."""
+    kept: int
     flying: int = 0
     """Steps launched and not read yet that return tokens of the answer, at least one each."""
 
     @property
     def prompting(self) -> bool:
-        return self.length < len(self.request.prompt)
+        return self.length < self.forced
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
 
     @property
     def left(self) -> int:
@@ -84,10 +133,19 @@ class Scheduler:
         self.plan = plan
         self.vocab_size = vocab_size
         self.pool = PagePool(plan.num_pages, plan.page_size)
-        self.waiting: deque[Request] = deque()
+        self.prefix = PrefixCache(self.pool) if plan.options.enable_prefix_caching else None
+        self.waiting: deque[Waiting] = deque()
+        """By age: all of them are younger than all that run."""
         self.running: dict[int, Sequence] = {}
-        """By request id, in order of admission."""
+        """By request id, in order of age."""
+        self.preemptions = 0
+        """Since the beginning."""
         self._rows = list(range(plan.max_num_seqs - 1, -1, -1))
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had: the free ones and those that only the prefix cache holds."""
+        return self.pool.free_count + (self.prefix.idle_count if self.prefix is not None else 0)
 
     @property
     def table_width(self) -> int:
@@ -102,7 +160,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError when it could never run."""
         self.check(request)
-        self.waiting.append(request)
+        self.waiting.append(Waiting(request))
 
     def check(self, request: Request) -> None:
         """Raise RequestError when the request could never run, however empty the engine. Reads constants only."""
@@ -153,8 +211,32 @@ class Scheduler:
         return asked, False
 
     def next_step(self) -> StepPlan | None:
-        """Admit what fits and return the next step, or None when nothing can run."""
+        """Give every row the pages it needs, admit what fits and return the next step, or None when nothing can run."""
+        growths = tuple(self._grow())
         starts = tuple(self._admit())
+        chosen = self._choose()
+        if not chosen:
+            return None
+        deepest = self.plan.block - 1
+        budgets, depth = [], 0
+        for seq, chunk in chosen:
+            useful = 0 if chunk else min(deepest, seq.left - 1)
+            budgets.append(seq.budget if useful > 0 else 0)
+            depth = max(depth, useful if seq.budget else 0)
+        return StepPlan(
+            starts=starts,
+            growths=growths,
+            rows=tuple(seq.row for seq, _ in chosen),
+            chunks=tuple(chunk for _, chunk in chosen),
+            emits=tuple(seq.length + len(chunk) >= seq.forced for seq, chunk in chosen),
+            budgets=tuple(budgets),
+            auto=tuple(seq.auto and budget > 0 for (seq, _), budget in zip(chosen, budgets, strict=True)),
+            depth=depth,
+            longest=max(self._reach(seq) for seq, _ in chosen),
+        )
+
+    def _choose(self) -> list[tuple[Sequence, tuple[int, ...]]]:
+        """Return the rows of the step with their chunks: all that decode, and forced ones while the step has room."""
         chosen: list[tuple[Sequence, tuple[int, ...]]] = []
         room, first, blocked = self.plan.options.max_num_batched_tokens, True, False
         for seq in self.running.values():
@@ -168,43 +250,87 @@ class Scheduler:
             elif seq.left <= 0:
                 continue
             chosen.append((seq, chunk))
-        if not chosen:
-            return None
-        deepest = self.plan.block - 1
-        budgets, depth = [], 0
-        for seq, chunk in chosen:
-            useful = 0 if chunk else min(deepest, seq.left - 1)
-            budgets.append(seq.budget if useful > 0 else 0)
-            depth = max(depth, useful if seq.budget else 0)
-        return StepPlan(
-            starts=starts,
-            rows=tuple(seq.row for seq, _ in chosen),
-            chunks=tuple(chunk for _, chunk in chosen),
-            emits=tuple(seq.length + len(chunk) >= len(seq.request.prompt) for seq, chunk in chosen),
-            budgets=tuple(budgets),
-            auto=tuple(seq.auto and budget > 0 for (seq, _), budget in zip(chosen, budgets, strict=True)),
-            depth=depth,
-            longest=max(seq.length + seq.flying * max(self.plan.block, 1) for seq, _ in chosen),
-        )
+        return chosen
 
     def _chunk(self, seq: Sequence) -> tuple[int, ...]:
-        """The prompt from the committed length to the next multiple of the chunk size, whoever else runs."""
+        """The known text from the committed length to the next multiple of the chunk size, whoever else runs."""
         size = self.plan.prefill_chunk
-        return seq.request.prompt[seq.length : (seq.length // size + 1) * size]
+        return tuple(seq.tokens[seq.length : min((seq.length // size + 1) * size, seq.forced)])
 
-    def _admit(self) -> Iterable[Start]:
+    def _reach(self, seq: Sequence) -> int:
+        """Most tokens that a row may have committed by now: a flying step commits at most a block."""
+        return seq.length + seq.flying * max(self.plan.block, 1)
+
+    def _need(self, request: Request, known: int, budget: int) -> int:
+        """Pages for `known` committed tokens, a root and its largest tree; never more than `check` has found to fit."""
+        most = len(request.prompt) + self._limit(request)
+        return self.pool.pages_for(min(known + 1, most) + budget)
+
+    def _grow(self) -> Iterator[Growth]:
+        """Give the rows, oldest first, the pages that their next step may reach; preempt the youngest where there are none."""
+        for seq in list(self.running.values()):
+            short = self._need(seq.request, max(self._reach(seq), seq.forced), seq.budget) - len(seq.pages)
+            while short > self.available and self.runs(seq):
+                self._preempt()
+            if short > 0 and self.runs(seq):
+                pages = self._allocate(short)
+                yield Growth(seq.row, len(seq.pages), tuple(pages))
+                seq.pages += pages
+
+    def _preempt(self) -> None:
+        """Take row and pages from the youngest request; it is the next to be admitted."""
+        _, seq = self.running.popitem()
+        self._release(seq)
+        self.waiting.appendleft(Waiting(seq.request, tuple(seq.tokens[len(seq.request.prompt) :])))
+        self.preemptions += 1
+
+    def _admit(self) -> Iterator[Start]:
         while self.waiting and self._rows:
-            request = self.waiting[0]
-            budget, auto = self._budget(request.params)
-            limit = self._limit(request)
-            need = self.pool.pages_for(len(request.prompt) + limit + budget)
-            if need > self.pool.free_count:
+            seq = self._begin(self.waiting[0])
+            if seq is None:
                 return
-            self.waiting.popleft()
-            seq = Sequence(request, self._rows.pop(), self.pool.allocate(need), limit, budget, auto)
-            self.running[request.id] = seq
-            prompt = request.prompt if request.params.counts_tokens else ()
-            yield Start(seq.row, tuple(seq.pages), request.params, prompt, budget > 0)
+            waited = self.waiting.popleft()
+            self.running[seq.request.id] = seq
+            params = seq.request.params
+            prompt = seq.request.prompt if params.counts_tokens else ()
+            drafts = seq.budget > 0 or self.prefix is not None and self.plan.block > 0
+            yield Start(seq.row, tuple(seq.pages), params, prompt, drafts, seq.cached, waited.generated)
+
+    def _begin(self, waited: Waiting) -> Sequence | None:
+        """Give a request a row and pages for its known text and its tree, or return None when they are not to be had.
+
+        The last known token is never taken from the cache: its choice is the next token. A page for each row that runs
+        is left alone, so that a newcomer is not preempted as soon as somebody grows.
+        """
+        request, tokens = waited.request, [*waited.request.prompt, *waited.generated]
+        budget, auto = self._budget(request.params)
+        node, shared = None, list[int]()
+        if self.prefix is not None:
+            node, shared = self.prefix.enter(tokens, (len(tokens) - 1) // self.pool.page_size)
+        need = self._need(request, len(tokens), budget) - len(shared)
+        if need + len(self.running) > self.available:
+            self._give_back(node, shared)
+            return None
+        cached = len(shared) * self.pool.page_size
+        return Sequence(
+            request=request,
+            row=self._rows.pop(),
+            pages=shared + self._allocate(need),
+            limit=self._limit(request),
+            budget=budget,
+            auto=auto,
+            tokens=tokens,
+            forced=len(tokens),
+            cached=cached,
+            length=cached,
+            node=node,
+            kept=len(shared),
+        )
+
+    def _allocate(self, pages: int) -> list[int]:
+        if self.prefix is not None:
+            self.prefix.make_room(pages)
+        return self.pool.allocate(pages)
 
     def sequences(self, plan: StepPlan) -> list[Sequence]:
         """The sequence of each row of the plan that `next_step` has just returned."""
@@ -212,15 +338,34 @@ class Scheduler:
         return [by_row[row] for row in plan.rows]
 
     def launched(self, plan: StepPlan, sequences: list[Sequence]) -> None:
-        """Note that a step runs: a prompt chunk commits exactly itself, a decoding row at least its root."""
+        """Note that a step runs: a chunk commits exactly itself, a decoding row at least its root."""
         for seq, chunk, emits in zip(sequences, plan.chunks, plan.emits, strict=True):
-            seq.length += len(chunk)
             seq.flying += emits
+            if chunk:
+                seq.length += len(chunk)
+                self._keep(seq)
 
     def landed(self, plan: StepPlan, sequences: list[Sequence]) -> None:
         """Note that a step was read."""
         for seq, emits in zip(sequences, plan.emits, strict=True):
             seq.flying -= emits
+
+    def commit(self, seq: Sequence, count: int, tokens: Tokens[int]) -> None:
+        """Note what came of a row's step: `count` tokens were committed that `launched` did not count; `tokens` are new
+        ones of the answer."""
+        seq.length += count
+        seq.tokens += tokens
+        self._keep(seq)
+
+    def _keep(self, seq: Sequence) -> None:
+        """Put pages that have become full into the prefix cache. Steps that fly or follow write behind them only."""
+        if seq.node is None or self.prefix is None:
+            return
+        # What a last step commits beyond the end of an answer is not known here.
+        full = min(seq.length, len(seq.tokens)) // self.pool.page_size
+        for index in range(seq.kept, full):
+            seq.node = self.prefix.extend(seq.node, seq.tokens, index, seq.pages[index])
+        seq.kept = full
 
     def runs(self, seq: Sequence) -> bool:
         """False when the request has ended since; its results are of no use."""
@@ -231,17 +376,26 @@ class Scheduler:
         seq = self.running.pop(request_id, None)
         if seq is None:
             before = len(self.waiting)
-            self.waiting = deque(r for r in self.waiting if r.id != request_id)
+            self.waiting = deque(w for w in self.waiting if w.request.id != request_id)
             return len(self.waiting) < before
-        self.pool.release(seq.pages)
-        self._rows.append(seq.row)
+        self._release(seq)
         if self.idle:
             self.recount()
         return True
 
+    def _release(self, seq: Sequence) -> None:
+        self._give_back(seq.node, seq.pages)
+        self._rows.append(seq.row)
+
+    def _give_back(self, node: Node | None, pages: Tokens[int]) -> None:
+        if node is not None and self.prefix is not None:
+            self.prefix.leave(node)
+        self.pool.release(pages)
+
     def recount(self) -> None:
-        """Prove that every page and row is free or held by exactly the requests that run."""
-        self.pool.recount(seq.pages for seq in self.running.values())
+        """Prove that every page is free or held by exactly the requests that run and the prefix cache; rows likewise."""
+        cached = [] if self.prefix is None else self.prefix.pages()
+        self.pool.recount([*(seq.pages for seq in self.running.values()), cached])
         rows = sorted(self._rows + [seq.row for seq in self.running.values()])
         if rows != list(range(self.plan.max_num_seqs)):
             raise AssertionError(f"rows are lost or held twice: {rows}")

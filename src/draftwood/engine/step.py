@@ -108,9 +108,17 @@ class Clock:
 def step(parts: Parts, rows: Rows, plan: StepPlan, trace: bool = False) -> StepResult:
     """Advance every row of `plan` by one target forward. No decisions about who runs."""
     view = rows.view(plan)
+    begin(parts, plan)
     result = run(parts, view, trace)
     rows.advance(view, result.path)
     return result
+
+
+def begin(parts: Parts, plan: StepPlan) -> None:
+    """Bring the drafter's context of the shared pages that rows begin on into their windows."""
+    for start in plan.starts:
+        if start.cached and parts.draft_kv is not None:
+            parts.draft_kv.restore(start.row, parts.kv.slots(start.pages, start.cached))
 
 
 @torch.inference_mode()
@@ -136,7 +144,7 @@ def run(parts: Parts, view: View, trace: bool = False) -> StepResult:
         parts.auto.observe(tree, path, view.sampling.temperature)
     clock.lap("accept")
     parts.kv.commit(slots, path.nodes.to(device), path.counts.to(device))
-    observe(parts, view, taps, positions, path)
+    observe(parts, view, taps, positions, path, slots)
     clock.lap("commit")
     gaps = _gaps(logits, verified, tree, view, noise, path, allowed) if trace else None
     return StepResult(tree, path, clock.seconds, gaps, _top(logits, view, path))
@@ -214,18 +222,25 @@ def guide(constraints: Sequence[Constraint | None], guesses: Tensor, noise: Tens
     return out
 
 
-def observe(parts: Parts, view: View, taps: Tensor, positions: Tensor, path: Path) -> None:
-    """Give the drafter the context of the accepted nodes of every row that may still draft."""
+def observe(parts: Parts, view: View, taps: Tensor, positions: Tensor, path: Path, slots: Scratch) -> None:
+    """Give the drafter the context of the accepted nodes of every row that may still draft, or whose pages are kept."""
     if parts.drafter is None or parts.draft_kv is None:
         return
-    nodes, ids, lengths = path.nodes.to(parts.device), view.ids, view.lengths
+    nodes, ids, lengths, places = path.nodes.to(parts.device), view.ids, view.lengths, slots.nodes
     if view.warm is not None:
         if not len(view.warm):
             return
         taps, positions, nodes = taps[view.warm], positions[view.warm], nodes[view.warm]
-        ids, lengths = ids[view.warm], lengths[view.warm]
-    window = parts.draft_kv.rows(ids, lengths)
-    parts.drafter.observe(taps, positions, nodes, window)
+        ids, lengths, places = ids[view.warm], lengths[view.warm], places[view.warm]
+    if not parts.draft_kv.slots:
+        parts.drafter.observe(taps, positions, nodes, parts.draft_kv.rows(ids, lengths))
+        return
+    # A chunk may be longer than a window: what the window would lose is kept first.
+    most, sink = parts.draft_kv.keys.shape[2], parts.kv.sink * parts.kv.page_size
+    for first in range(0, nodes.shape[1], most):
+        part, window = nodes[:, first : first + most], parts.draft_kv.rows(ids, lengths + first)
+        parts.drafter.observe(taps, positions, part, window)
+        parts.draft_kv.keep(window, places[:, first : first + most].masked_fill(part < 0, sink))
 
 
 def _top(logits: Tensor, view: View, path: Path) -> tuple[Tensor, Tensor] | None:

@@ -14,7 +14,11 @@ class Totals:
     steps: int = 0
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     prompt_tokens: int = 0
-    """Prompt tokens that went through the target."""
+    """Tokens that went through the target as chunks: of prompts, and again of answers that were preempted."""
+    prefix_queries: int = 0
+    """Prompt tokens that were looked for in the prefix cache."""
+    prefix_hits: int = 0
+    """Those of them that were there."""
     decoded: int = 0
     """Tokens that row-steps returned, before any stop or limit."""
     row_steps: int = 0
@@ -34,6 +38,11 @@ class Totals:
     def prompt(self, tokens: int) -> None:
         """Count a prompt chunk."""
         self.prompt_tokens += tokens
+
+    def looked_up(self, tokens: int, found: int) -> None:
+        """Count a prompt of `tokens` tokens, `found` of which the prefix cache had."""
+        self.prefix_queries += tokens
+        self.prefix_hits += found
 
     def row(self, nodes: int, accepted: int) -> None:
         """Count a row-step with `nodes` beyond the root, `accepted` of which were."""

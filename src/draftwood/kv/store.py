@@ -5,6 +5,7 @@ Both are plain storage. Which page belongs to whom is decided in `pages`; what i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,11 @@ class LatentStore:
         places = places.masked_fill(ahead >= counts.unsqueeze(-1), self.sink * self.page_size)
         return Scratch(self.cache, slots[:, :longest], lengths, places)
 
+    def slots(self, pages: Sequence[int], tokens: int) -> Tensor:
+        """Return the slots [tokens] of the first `tokens` positions of a row with these pages."""
+        table = torch.tensor(pages[: -(-tokens // self.page_size)], dtype=torch.long, device=self._offsets.device)
+        return (table.unsqueeze(-1) * self.page_size + self._offsets).flatten()[:tokens]
+
     def commit(self, scratch: Scratch, path: Tensor, counts: Tensor) -> None:
         """Move the latents of the accepted nodes to consecutive slots, all layers at once.
 
@@ -95,7 +101,12 @@ class DraftRows:
 
 
 class DraftStore:
-    """Ring windows of the drafter's keys and values, one per persistent row."""
+    """Ring windows of the drafter's keys and values, one per persistent row.
+
+    With `slots` it also keeps the context of every committed token in the slot that has the token's latents: what a
+    prefix cache shares is complete for both models then, and a row that begins on shared pages drafts as if it had
+    read the text itself.
+    """
 
     def __init__(
         self,
@@ -106,10 +117,16 @@ class DraftStore:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        slots: int = 0,
     ) -> None:
+        """`slots`: those of the latent store, its sink included; 0 keeps nothing beside the windows."""
         shape = (layers, rows, capacity, kv_heads, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.slots = slots
+        # Never read where nothing was written, so not cleared: on a CPU that would take seconds.
+        self.kept_keys = torch.empty(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
+        self.kept_values = torch.empty_like(self.kept_keys)
 
     @staticmethod
     def nbytes(layers: int, rows: int, capacity: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
@@ -119,3 +136,23 @@ class DraftStore:
     def rows(self, row_ids: Tensor, lengths: Tensor) -> DraftRows:
         """Return the windows of the rows `row_ids` [R], whose committed tokens are `lengths` [R]."""
         return DraftRows(self.keys, self.values, row_ids, lengths)
+
+    def keep(self, window: DraftRows, slots: Tensor) -> None:
+        """Copy what was observed last from the windows to the slots.
+
+        slots [R, P], P at most the capacity: where position `window.lengths + j` of each row lives; a sink slot where
+        nothing was accepted. Shapes alone decide what is launched; nothing is read by the host.
+        """
+        capacity = self.keys.shape[2]
+        ahead = torch.arange(slots.shape[1], device=slots.device)
+        places = (window.row_ids[:, None] * capacity + (window.lengths[:, None] + ahead) % capacity).flatten()
+        for ring, kept in ((self.keys, self.kept_keys), (self.values, self.kept_values)):
+            kept.index_copy_(1, slots.flatten(), ring.flatten(1, 2).index_select(1, places))
+
+    def restore(self, row: int, slots: Tensor) -> None:
+        """Fill the window of a row from `slots` [length]: where each of its committed tokens lives, in order."""
+        capacity, length = self.keys.shape[2], len(slots)
+        places = torch.arange(max(0, length - capacity), length, device=slots.device) % capacity
+        slots = slots[-capacity:]
+        for ring, kept in ((self.keys, self.kept_keys), (self.values, self.kept_values)):
+            ring[:, row].index_copy_(1, places, kept.index_select(1, slots))
