@@ -1,0 +1,61 @@
+// The end of a step: what a walk accepted becomes the state of its row. And choices that make walks as long as asked, for measuring.
+#include "../rounded.cuh"
+
+#ifdef EMULATION
+inline void count_two(int* p) { *p += 2; }
+#else
+__device__ __forceinline__ void count_two(int* p) { atomicAdd(p, 2); }     // integers: sums have no order
+#endif
+
+// Grid (R), a warp each. Decoding places (before *free) and the pieces that end a prompt (emits): length and root of row ids[r] move on,
+// and what was emitted ([R][P]) is counted in line history_rows[r] (-1: none) of history [..][V].
+extern "C" __global__ void __launch_bounds__(32)
+advance_rows(const int* live, const int* free, const long long* ids, const unsigned char* emits, const long long* lengths,
+        const long long* accepted, const long long* emitted, const long long* final, const long long* tokens, int P,
+        const int* history_rows, int* history, int V, long long* row_lengths, long long* row_roots) {
+  const int r = blockIdx.x, lane = threadIdx.x;
+  pdl_wait();
+  pdl_go();
+  if (r >= load_int(live) || (r >= load_int(free) && !emits[r])) return;
+  if (lane == 0) {
+    row_lengths[ids[r]] = load_long(lengths + r) + load_long(accepted + r);
+    row_roots[ids[r]] = load_long(final + r);
+  }
+  if (!history || history_rows[r] < 0) return;
+  const int n = (int)min(load_long(emitted + r), (long long)P);
+  for (int i = lane; i < n; i += 32) {
+    const long long token = load_long(tokens + (long long)r * P + i);
+    if (token >= 0 && token < V) count_two(history + (long long)history_rows[r] * V + token);
+  }
+}
+
+// Grid (R). Changes the choices at nodes of the places before *free (where [R][N] -> m) so that a walk accepts `whole` nodes beyond the
+// root, or one more with probability `part` (a hash of seed and length), or as many as the tree is deep.
+extern "C" __global__ void __launch_bounds__(32)
+synthetic_choices(const int* free, const long long* seeds, const long long* lengths, const long long* counts, const long long* tokens,
+          const long long* parents, const long long* depths, const int* where, int N, int V, int whole, float part,
+          long long* choices) {
+  const int r = blockIdx.x;
+  pdl_wait();
+  pdl_go();
+  if (r >= load_int(free) || threadIdx.x) return;
+  u64 h = (u64)seeds[r] * 0x9E3779B97F4A7C15ull + (u64)load_long(lengths + r);
+  h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9ull;
+  h = (h ^ h >> 27) * 0x94D049BB133111EBull;
+  h ^= h >> 31;
+  const int want = whole + (int)((float)(h >> 40) * (1.f / 16777216.f) < part);
+  const long long at = (long long)r * N;
+  const int n = (int)load_long(counts + r);
+  int node = 0;
+  for (int i = 1; i < n; i++)                              // the first node of the wanted depth, or of the greatest below it
+    if (load_long(depths + at + i) <= want && load_long(depths + at + i) > load_long(depths + at + node)) node = i;
+  long long last = choices[where[at + node]];              // a token that no child of the last node holds
+  for (int i = node + 1; i < n; i++)
+    if (load_long(parents + at + i) == node && load_long(tokens + at + i) == last) { last = last + 1 < V ? last + 1 : 0; i = node; }
+  choices[where[at + node]] = last;
+  while (node > 0) {
+    const int parent = (int)load_long(parents + at + node);
+    choices[where[at + parent]] = load_long(tokens + at + node);
+    node = parent;
+  }
+}

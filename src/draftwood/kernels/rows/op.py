@@ -1,0 +1,123 @@
+"""Checks and launches of what begins and ends a step: `begin`, `select`, `advance`, `synthetic`. Nothing waits for the host."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path as File
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwood.kernels import jit
+from draftwood.kernels.accept.ref import Path
+from draftwood.kernels.check import Variant
+from draftwood.kernels.rows.ref import Places, State, Verified
+from draftwood.kernels.tree.ref import Flat, Trees
+
+_FOLDER = File(__file__).parent
+_NULL = np.uint64(0)
+_THREADS = {"begin_step": 64, "list_verified": 64, "advance_rows": 32, "synthetic_choices": 32}
+_FILES = {"begin_step": "begin.cu", "list_verified": "begin.cu", "advance_rows": "advance.cu", "synthetic_choices": "advance.cu"}
+_COUNT, _LONGS, _INTS, _BYTES = (torch.int32, 1), (torch.int64, None), (torch.int32, None), (torch.uint8, None)
+
+
+def _source(entry: str) -> jit.Source:
+    return jit.Source(_FOLDER / _FILES[entry], entry)
+
+
+def variants() -> list[Variant]:
+    """The kernels, one form each."""
+    return [Variant(_source(entry), threads, blocks=16) for entry, threads in _THREADS.items()]
+
+
+@functools.cache
+def _kernel(entry: str, device: int) -> jit.Kernel:
+    return jit.Kernel(_source(entry), device)
+
+
+def _fit(least: int, **given: tuple[Tensor, tuple[torch.dtype, int | None]]) -> None:
+    """Refuse a vector of another type or place, or with fewer than `least` numbers (or another length where one is given)."""
+    for name, (x, (dtype, size)) in given.items():
+        wrong = len(x) < least if size is None else x.numel() != size
+        if x.dtype != dtype or wrong or not x.is_contiguous():
+            raise ValueError(f"{name} must be {dtype} [{least if size is None else size}]; it is {x.dtype} {tuple(x.shape)}")
+
+
+def _fit_places(places: Places, rows: int) -> None:
+    p = places
+    _fit(rows, live=(p.live, _COUNT), free=(p.free, _COUNT), ids=(p.ids, _LONGS), bases=(p.bases, _LONGS), chunks=(p.chunks, _INTS),
+         offsets=(p.offsets, _INTS), emits=(p.emits, _BYTES))  # fmt: skip
+    if p.prompt.dtype != torch.int32:
+        raise ValueError(f"tokens of prompts must be int32; they are {p.prompt.dtype}")
+
+
+def begin(places: Places, state: State, lengths: Tensor, roots: Tensor, trees: Trees) -> None:
+    """Begin a step of up to R = len(lengths) places on torch's current stream; see ref.begin. Raises ValueError."""
+    r = len(lengths)
+    _fit_places(places, r)
+    _fit(r, lengths=(lengths, _LONGS), roots=(roots, _LONGS), counts=(trees.counts, _LONGS))
+    _fit(1, row_lengths=(state.lengths, _LONGS), row_roots=(state.roots, _LONGS))
+    p, t = places, trees
+    if t.tokens.shape[0] < r or not 1 <= t.tokens.shape[1] <= 128 or not t.tokens.is_contiguous():
+        raise ValueError(f"{r} places and trees {tuple(t.tokens.shape)}")
+    _kernel("begin_step", lengths.device.index or 0)(
+        r, _THREADS["begin_step"],
+        (p.live, p.free, p.ids, p.bases, p.chunks, p.offsets, p.prompt, state.lengths, state.roots, np.int32(t.tokens.shape[1]),
+         lengths, roots, t.tokens, t.parents, t.depths, t.positions, t.counts, t.logprob, t.ancestors),
+        pdl=True,
+    )  # fmt: skip
+
+
+def select(places: Places, counts: Tensor, flat: Flat, out: Verified) -> Verified:
+    """List the verified nodes of R = len(counts) places; see ref.select. `out` has room for them. Raises ValueError."""
+    r = len(counts)
+    _fit_places(places, r)
+    _fit(r, counts=(counts, _LONGS), starts=(flat.starts, _LONGS))
+    _fit(1, index=(out.index, _LONGS), rows=(out.rows, _LONGS), nodes=(out.nodes, _LONGS), live=(out.live, _COUNT))
+    p = places
+    outputs = (out.index, out.rows, out.nodes, out.live)
+    _kernel("list_verified", counts.device.index or 0)(
+        r, _THREADS["list_verified"], (p.live, p.free, p.emits, counts, flat.starts, *outputs), pdl=True
+    )
+    return out
+
+
+def advance(places: Places, state: State, lengths: Tensor, path: Path, history_rows: Tensor | None = None) -> None:
+    """Move rows on by what R = len(lengths) places accepted; see ref.advance. Raises ValueError."""
+    r = len(lengths)
+    _fit_places(places, r)
+    _fit(r, lengths=(lengths, _LONGS), accepted=(path.counts, _LONGS), emitted=(path.emitted, _LONGS), final=(path.final, _LONGS))
+    _fit(1, row_lengths=(state.lengths, _LONGS), row_roots=(state.roots, _LONGS))
+    lines = state.history
+    if lines is not None and history_rows is not None:
+        _fit(r, history_rows=(history_rows, _INTS))
+    counted = lines is not None and history_rows is not None
+    p = places
+    _kernel("advance_rows", lengths.device.index or 0)(
+        r, _THREADS["advance_rows"],
+        (p.live, p.free, p.ids, p.emits, lengths, path.counts, path.emitted, path.final, path.tokens,
+         np.int32(path.tokens.shape[1]), history_rows if counted else _NULL, lines if counted else _NULL,
+         np.int32(0 if lines is None else lines.shape[1]),
+         state.lengths, state.roots),
+        pdl=True,
+    )  # fmt: skip
+
+
+def synthetic(
+    free: Tensor, seeds: Tensor, lengths: Tensor, trees: Trees, where: Tensor, choices: Tensor, vocab: int, mean: float
+) -> None:
+    """Change choices so that walks return `mean` tokens on average; see ref.synthetic. Raises ValueError."""
+    r = len(lengths)
+    _fit(
+        r, free=(free, _COUNT), seeds=(seeds, _LONGS), lengths=(lengths, _LONGS), choices=(choices, (torch.int64, choices.numel()))
+    )
+    if where.dtype != torch.int32 or where.shape[0] < r or where.shape[1] != trees.tokens.shape[1] or mean < 1:
+        raise ValueError(f"where {where.dtype} {tuple(where.shape)}, trees {tuple(trees.tokens.shape)}, mean {mean} (at least 1)")
+    whole = int(mean - 1)
+    _kernel("synthetic_choices", lengths.device.index or 0)(
+        r, _THREADS["synthetic_choices"],
+        (free, seeds, lengths, trees.counts, trees.tokens, trees.parents, trees.depths, where, np.int32(where.shape[1]),
+         np.int32(vocab), np.int32(whole), np.float32(mean - 1 - whole), choices),
+        pdl=True,
+    )  # fmt: skip
