@@ -67,10 +67,12 @@ class FakeLLM:
             step = self._steps.get(answer.id, 0)
             self._steps[answer.id] = step + 1
             run = tuple(self.script[step]) if self.script else (TOKEN,)
+            stop = next((i for i, token in enumerate(run) if token in answer.params.stop_token_ids), None)
+            run = run if stop is None else run[: stop + 1]
             count = len(answer.token_ids) + len(run)
             usage = Usage(prompt_tokens=answer.usage.prompt_tokens, completion_tokens=count, started=1.0)
             ended = "length" if count == answer.params.max_tokens else None
-            if self.script and step + 1 == len(self.script):
+            if stop is not None or self.script and step + 1 == len(self.script):
                 ended = "stop"
             answer.add(Output(answer.id, run, None, ended, usage))
             if answer.reason is not None:

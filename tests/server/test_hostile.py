@@ -166,7 +166,6 @@ CHATS = {
     ),
     "a tool without name": ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice"),
     "a choice that is none": ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice"),
-    "one call at a time": ({"parallel_tool_calls": False, "tools": [TOOL]}, "parallel_tool_calls"),
     "template kwargs": ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     "template kwargs reserved": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     "template kwargs self": ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),

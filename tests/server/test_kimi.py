@@ -67,6 +67,16 @@ def test_reasoning_content_and_calls_are_told_apart(width):
     ]
 
 
+def test_an_answer_ends_with_its_first_call_where_only_one_is_wanted(width):
+    with serving(lambda: FakeLLM(script=runs(ANSWER, width), thinks=True)) as server:
+        (choice,) = chat(server, tools=[TOOL], parallel_tool_calls=False).choices
+        (none,) = chat(server, tools=[TOOL], tool_choice="none", parallel_tool_calls=False).choices
+    assert choice.finish_reason == "tool_calls"
+    assert [call.id for call in choice.message.tool_calls] == ["functions.search:0"]
+    assert choice.message.content == "I look."
+    assert none.finish_reason == "stop"
+
+
 def test_without_tools_a_section_is_content_and_nothing_is_lost(width):
     text = ANSWER.removesuffix("<|im_end|>")
     with serving(lambda: FakeLLM(script=runs(ANSWER, width), thinks=True)) as server:

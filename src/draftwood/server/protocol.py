@@ -15,6 +15,7 @@ from draftwood.engine.request import SamplingParams
 from draftwood.errors import RequestError
 from draftwood.server import fields
 from draftwood.spec.formats import Grammar, tool_grammar
+from draftwood.text.tools import CALL_END
 
 MAX_CHOICES = 128
 COMPLETION_TOKENS = 16
@@ -236,9 +237,6 @@ class ChatRequest(Asked, Conversation):
         """
         choice, name = self.tool_choice, None
         if choice in (None, "auto", "none"):
-            if self.parallel_tool_calls is False and self.offered_tools():
-                fault = "parallel_tool_calls false goes with tool_choice required or a named tool; leave it out"
-                raise RequestError(fault, "parallel_tool_calls", code="unsupported_parameter")
             return None
         if choice != "required":
             function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
@@ -250,6 +248,12 @@ class ChatRequest(Asked, Conversation):
             raise RequestError("tool_choice requires a call, which response_format forbids; give one of them", "tool_choice")
         parallel = self.parallel_tool_calls is not False
         return tool_grammar(self.offered_tools() or (), special, name, parallel, first=self._calls_so_far())
+
+    def ends(self, special: Mapping[str, int]) -> tuple[int, ...]:
+        """Return tokens that end the answer beside the model's own: the end of a call where only one is wanted."""
+        if self.parallel_tool_calls is not False or not self.offered_tools() or CALL_END not in special:
+            return ()
+        return (special[CALL_END],)
 
     def _calls_so_far(self) -> int:
         """Tool calls that the conversation holds: K2 numbers on from there."""

@@ -102,6 +102,8 @@ class Service:
             ids = llm.chat_ids(ask.rendered_messages(), tools, **template)
             special = {} if llm.tokenizer is None else llm.tokenizer.special
             params = replace(ask.sampling(self._defaults), grammar=ask.required_tools(special))
+            if params.grammar is None:
+                params = replace(params, stop_token_ids=(*params.stop_token_ids, *ask.ends(special)))
             llm.check(ids, params)
             return ids, params
 
