@@ -153,7 +153,7 @@ def host_lists(chosen: torch.Tensor, weights: torch.Tensor, first: int, held: in
     return Lists(
         n, first, held,
         experts=chosen.int(), weights=route_ref.held_weights(chosen, weights, first, held),
-        pairs=ints(pairs + pad), jobs=ints(jobs + [(2**30, 2**30, 8, 0)] * (most - len(jobs))), njobs=ints([len(jobs)]),
+        pairs=ints(pairs + pad), jobs=ints(jobs + [(2**30, 2**30, 8, 0)] * (most - len(jobs))).view(-1, 4), njobs=ints([len(jobs)]),
         partial=torch.empty(0),
     )  # fmt: skip
 
