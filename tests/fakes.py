@@ -184,6 +184,15 @@ def fake_plan(budget: int | str = 8, block: int = 8, **changes) -> Plan:
     return Plan(**{**values, **{k: v for k, v in changes.items() if k in fields}})
 
 
+def draft_store(plan: Plan) -> DraftStore:
+    """Windows as the plan says; what a prefix cache keeps of them begins as garbage that no drafter may see."""
+    slots = (plan.num_pages + 1) * plan.page_size if plan.options.enable_prefix_caching else 0
+    store = DraftStore(1, plan.max_num_seqs, plan.window, 1, TAPS, torch.float32, "cpu", slots)
+    store.kept_keys.fill_(-7)
+    store.kept_values.fill_(-7)
+    return store
+
+
 def fake_engine(kind: str | None = "good", plan: Plan | None = None, toy: Toy | None = None, stop_ids=(), **parts) -> Engine:
     """An engine on the toy target with a drafter of `kind`, or none."""
     toy = toy or Toy()
@@ -198,7 +207,7 @@ def fake_engine(kind: str | None = "good", plan: Plan | None = None, toy: Toy | 
             vocab=toy.vocab,
             positions=plan.max_model_len,
             drafter=FakeDrafter(toy, kind) if kind else None,
-            draft_kv=DraftStore(1, plan.max_num_seqs, plan.window, 1, TAPS, torch.float32, "cpu") if kind else None,
+            draft_kv=draft_store(plan) if kind else None,
             block=plan.block,
             **parts,
         ),
@@ -208,10 +217,10 @@ def fake_engine(kind: str | None = "good", plan: Plan | None = None, toy: Toy | 
 
 
 def run(engine: Engine, requests) -> dict[int, list[int]]:
-    """Add (prompt, params) pairs at once, run to the end, return token ids by request id; pages must come back."""
+    """Add (prompt, params) pairs at once, run to the end, return token ids by request id; pages must be had again."""
     out: dict[int, list[int]] = {engine.add(prompt, params): [] for prompt, params in requests}
     while not engine.idle:
         for output in engine.step():
             out[output.request_id] += output.token_ids
-    assert engine.scheduler.pool.free_count == engine.plan.num_pages
+    assert engine.scheduler.available == engine.plan.num_pages
     return out

@@ -103,6 +103,19 @@ def test_a_form_goes_on_past_its_end_with_end_tokens_only(grammars):
     assert text(tokens[:2]) == "ab" and set(tokens[2:]) == {EOS} and len(tokens) == 60
 
 
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("budget", [0, 16])
+def test_a_form_goes_on_where_a_preempted_row_was_interrupted(budget, prefix, grammars):
+    long = {"type": "regex", "regex": "([a-m]{2}[0-9]+){4,9}:"}
+    prompts = [PROMPT * 4 + [SPECIAL["<think>"]] * (n % 2) for n in range(4)]
+    requests = [ask(long, prompt, temperature=1, seed=n, logit_bias={CLOSE: 5}) for n, prompt in enumerate(prompts)]
+    plain = [list(run(engine(None, 0, grammars), [one]).values())[0] for one in requests]
+    some = engine("blurred", budget, grammars, num_pages=10 if budget else 8, max_model_len=120, enable_prefix_caching=prefix)
+    for _ in range(2):  # the second time on what the first has left
+        assert list(run(some, requests).values()) == plain
+    assert some.scheduler.preemptions > 0 and (some.totals.prefix_hits > 0) == prefix
+
+
 def test_every_rank_follows_the_same_grammar(grammars):
     class Pair:
         def __init__(self, rank):

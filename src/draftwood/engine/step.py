@@ -240,7 +240,7 @@ def observe(parts: Parts, view: View, taps: Tensor, positions: Tensor, path: Pat
     for first in range(0, nodes.shape[1], most):
         part, window = nodes[:, first : first + most], parts.draft_kv.rows(ids, lengths + first)
         parts.drafter.observe(taps, positions, part, window)
-        parts.draft_kv.keep(window, places[:, first : first + most].masked_fill(part < 0, sink))
+        parts.draft_kv.keep(window, places[:, first : first + part.shape[1]].masked_fill(part < 0, sink))
 
 
 def _top(logits: Tensor, view: View, path: Path) -> tuple[Tensor, Tensor] | None:
