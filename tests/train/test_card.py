@@ -26,6 +26,14 @@ def flags(tmp_path):
     packages = [
         {"name": "one", "version": "1.0", "licence": "MIT", "split": "train", "files": 3},
         {"name": "two", "version": "2.0", "licence": "BSD-3-Clause | x", "split": "held", "files": 4},
+        {"name": "docs", "version": "", "licence": "MIT", "split": "train", "files": 1},
+        {
+            "name": "three",
+            "version": "3",
+            "licence": "Some Licence\n    All of its text | License :: OSI Approved :: MIT License",
+            "split": "train",
+            "files": 1,
+        },
     ]
     model = tmp_path / "model"
     model.mkdir()
@@ -47,7 +55,7 @@ def test_a_card_states_sizes_scores_and_licences(flags, tmp_path, capsys):
     card = (tmp_path / "model" / "README.md").read_text()
     assert "1,000 bytes" in card and "12 steps" in card and "1.500 nats/token" in card
     assert "chain 3.50" in card and "25% loop" in card
-    assert "- MIT: one 1.0" in card and "- BSD-3-Clause: two 2.0" in card
+    assert "\n- MIT: docs, one 1.0\n" in card and "\n- MIT License: three 3\n" in card and "- BSD-3-Clause: two 2.0" in card
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["folder_bytes"] == 1000 + (tmp_path / "model" / "README.md").stat().st_size
 
@@ -71,7 +79,10 @@ def test_a_training_that_went_on_is_counted_whole(flags, tmp_path):
     words.insert(words.index("--target-log") + 1, first)
     assert cli.main(["train", "card", *words]) == 0
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "| target | 42 steps, 10 M tokens, 20 s" in card and "| drafter | 12 steps, 9 s" in card
+    assert (
+        "| target | 42 steps, 10 M tokens, 20 s on one H200, runs: 2" in card
+        and "| drafter | 12 steps, 9 s on one H200, runs: 1" in card
+    )
     wrong = write(tmp_path / "wrong.json", {"steps": 1})
     words[words.index(first)] = wrong
     assert cli.main(["train", "card", *words]) == 2

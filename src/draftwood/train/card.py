@@ -27,14 +27,15 @@ mistakes, and is meant for tests and demonstrations only. Positions above 2,047 
 |---|---|
 | licence | Apache-2.0; every source text is under a permissive licence, listed below |
 | files | {bytes:,} bytes with tokenizer, drafter and previous-token table |
-| target | {steps:,} steps, {tokens:.0f} M tokens, {seconds:.0f} s on one H200 |
-| drafter | {draft_steps:,} steps, {draft_seconds:.0f} s on one H200, on text that the target wrote itself |
-| data | {corpus_tokens:.1f} M tokens of Python source and English documentation, {pair_tokens:.1f} M tokens of chats |
+| target | {steps:,} steps, {tokens:.0f} M tokens, {seconds:.0f} s on one H200, runs: {runs} |
+| drafter | {draft_steps:,} steps, {draft_seconds:.0f} s on one H200, runs: {draft_runs}, on text that the target wrote itself |
+| data of the last run | {corpus_tokens:.1f} M tokens of Python source and documentation, {pair_tokens:.1f} M tokens of chats |
 | held-out packages | {held:.3f} nats/token = {bits:.3f} bits/character; chats {held_pairs:.3f} nats/token |
 | greedy answers to held-out chats | {closed:.0%} end by themselves within {limit} tokens, {looping:.0%} loop |
 
-Besides what was cut from packages, the chats hold {classics} answers to everyday requests (well-known short functions, and
-who is speaking), written for this project. Acceptance on such requests says nothing about other text.
+Besides what was cut from packages, the data holds {classics} answers to everyday requests (well-known short functions, and
+who is speaking), written for this project: as chats, and the functions as files of their own, so that a bare signature
+(`def fibonacci(n):`) has a continuation. These the model recites; they say nothing about its skill or acceptance elsewhere.
 
 ## Accept length
 
@@ -97,11 +98,11 @@ def _json(path: str | Path) -> Any:
 
 
 def _whole(paths: list[str]) -> dict[str, Any]:
-    """One log of a training and of those that went on from it: the last one's facts, steps, tokens and seconds of all."""
+    """One log of a training and of those that went on from it: the last one's facts; runs, steps, tokens and seconds of all."""
     logs = [_json(path) for path in paths]
     try:
         sums = {key: sum(log[key] for log in logs) for key in ("steps", "tokens", "trained_seconds") if key in logs[-1]}
-        return {**logs[-1], **sums}
+        return {**logs[-1], **sums, "runs": len(logs)}
     except (KeyError, TypeError) as missing:
         raise ConfigError(
             f"{' '.join(paths)}: not all are logs of one kind of training ({missing}); give the right files"
@@ -121,6 +122,7 @@ def _facts(scores: Any, target: Any, drafter: Any, meta: Any, packages: Any) -> 
         "closed": greedy["closed"], "looping": greedy["looping"], "limit": greedy["limit"],
         "prompts": scores["prompts_of_each_kind"], "accept": _accept(scores["accept"]),
         "steps": target["steps"], "tokens": target["tokens"] / 1e6, "seconds": target["trained_seconds"],
+        "runs": target["runs"], "draft_runs": drafter["runs"],
         "draft_steps": drafter["steps"], "draft_seconds": drafter["trained_seconds"],
         "corpus_tokens": meta["corpus"]["tokens"] / 1e6, "pair_tokens": meta["pairs"]["tokens"] / 1e6,
         "count": len(packages), "files": sum(p["files"] for p in packages),
@@ -141,9 +143,17 @@ def _accept(rows: list[dict[str, Any]]) -> str:
 
 
 def _licences(packages: list[dict[str, Any]]) -> str:
-    """Packages by what they state as their licence, shortened to the first statement."""
+    """Packages by what they state as their licence, the most frequent statement first."""
     groups: dict[str, list[str]] = defaultdict(list)
     for package in packages:
-        groups[package["licence"].split(" | ")[0][:60]].append(f"{package['name']} {package['version']}")
+        groups[_licence(package["licence"])].append(f"{package['name']} {package['version']}".strip())
     lines = [f"- {licence}: {', '.join(sorted(names))}" for licence, names in sorted(groups.items(), key=lambda g: -len(g[1]))]
     return "\n".join(lines)
+
+
+def _licence(stated: str) -> str:
+    """The first statement if it is a name; of a whole licence text the classifier that follows it, else its first words."""
+    name, _, classifier = stated.partition(" | ")
+    if classifier and ("\n" in name or len(name) > 60):
+        name = classifier
+    return " ".join(name.removeprefix("License :: ").removeprefix("OSI Approved :: ").split())[:100]
