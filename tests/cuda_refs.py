@@ -420,18 +420,8 @@ def replace(patch: pytest.MonkeyPatch) -> Calls:
             patch.setattr(module, name, getattr(refs, name))
     attention = type("CountedRefAttention", (RefAttention,), {"calls": calls})
     patch.setattr(attention_op, "MlaAttention", attention)
-    patch.setattr(attention_op, "need", _need)
+    patch.setattr(attention_op, "arch", lambda device: "sm_90a")
     return calls
-
-
-def _need(
-    rows: int, nodes: int, tokens: int, heads: int, context: int, device: torch.device, latent: int = 512, **given: Any
-) -> attention_op.Need:
-    """The real need on sm_90a, without asking a device."""
-    shape = attention_op._shape(rows, nodes, heads, context, latent, "sm_90a", None)
-    return attention_op._need(
-        rows, nodes, tokens, heads, context, latent, shape, attention_op.LAW, attention_op.PARTIAL_BYTES
-    )  # fmt: skip
 
 
 @pytest.fixture

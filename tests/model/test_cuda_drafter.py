@@ -8,7 +8,8 @@ from torch import Tensor
 
 from draftwood import nano
 from draftwood.model.config import DrafterConfig, read_drafter_config, read_model_config
-from draftwood.model.cuda.drafter import CudaDrafter, DraftBucket
+from draftwood.model.cuda.bucket import DraftBucket
+from draftwood.model.cuda.drafter import CudaDrafter
 from draftwood.model.cuda.pack import pack_drafter, pack_target
 from draftwood.model.cuda.target import CudaTarget
 from draftwood.model.drafter import Drafter

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftwood import nano
 from draftwood.model.config import ModelConfig, read_model_config
+from draftwood.model.cuda import work
 from draftwood.model.cuda.bucket import Bucket
 from draftwood.model.cuda.pack import pack_target
 from draftwood.model.cuda.target import CudaTarget
@@ -137,13 +138,11 @@ def test_padding_is_neither_read_nor_written(cuda_refs: Calls) -> None:  # noqa:
 
 
 def test_more_nodes_than_the_router_takes_go_through_it_in_parts(cuda_refs: Calls, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    from draftwood.kernels.moe_route import op as route_op
-
     ours, bucket = target(), Bucket(2, 32, 64, 64, 128)
     rows = [Row(0, 0, prompt(27, 1), chain(27)), Row(1, 0, prompt(6, 2), chain(6))]
     found = []
     for most in (1024, 24):
-        monkeypatch.setattr(route_op, "MOST_ROWS", most)
+        monkeypatch.setattr(work, "MOST_ROUTED", most)
         ours.reserve([bucket])
         memory = Memory(ours.config, 2, 2, "cpu")
         found.append(Step.make(bucket, rows, memory).run(ours.bind(bucket), memory.cache))

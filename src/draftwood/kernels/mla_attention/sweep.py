@@ -1,4 +1,4 @@
-"""Times every shape, and other laws, at the benchmark's sizes: what `op.choose` and `op.LAW` are filled from.
+"""Times every shape, and other laws, at the benchmark's sizes: what `sizes.choose` and `sizes.LAW` are filled from.
 
 `python -m draftwood.kernels.mla_attention.sweep FOLDER [--seconds S]` runs unattended. It first checks that all shapes agree and
 that a node equals it decoded alone; then it writes one JSON line per measurement to FOLDER/mla_sweep.jsonl. A shape that breaks

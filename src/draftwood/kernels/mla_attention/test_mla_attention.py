@@ -13,7 +13,7 @@ import torch
 
 from draftwood.errors import ConfigError
 from draftwood.kernels import check, jit
-from draftwood.kernels.mla_attention import bench, op, ref, scenario
+from draftwood.kernels.mla_attention import bench, op, ref, scenario, sizes
 from draftwood.kernels.mla_attention.scenario import SCALE, alone, attend, make, reference, same
 
 gpu = pytest.mark.gpu
@@ -83,7 +83,7 @@ def test_what_is_chosen_fits_its_architecture() -> None:
             for nodes in (1, 9, 65):
                 for heads in (8, 16, 32, 64):
                     for context in (1024, 32768, 262144):
-                        assert op.fits(op.SHAPES[op.choose(rows, nodes, heads, context, arch)], arch, heads, 576)
+                        assert op.fits(op.SHAPES[sizes.choose(rows, nodes, heads, context, arch)], arch, heads, 576)
 
 
 def test_cases_cover_every_goal_and_count_bytes() -> None:
@@ -125,7 +125,7 @@ class Recorder:
 
 @pytest.mark.parametrize("name", sorted(op.SHAPES))
 def test_launches_match_the_signatures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(op, "arch", lambda device: "sm_90a")
     monkeypatch.setattr(op, "_load", lambda file, entry, macros, device, shared: Recorder(file, entry, shared))
     monkeypatch.setattr(Recorder, "launched", [])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

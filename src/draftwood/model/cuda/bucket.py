@@ -33,3 +33,14 @@ class Bucket:
         """The bucket of `rows` trees of up to `budget` nodes beyond the root, every node verified."""
         nodes = 1 + budget
         return cls(rows, nodes, rows * nodes, rows * nodes, context)
+
+
+@dataclass(frozen=True)
+class DraftBucket:
+    """Capacities of a draft. rows: of the step; block: the known token and the masked ones; path: places of an accepted path
+    that are observed; capacity: places of a ring."""
+
+    rows: int
+    block: int
+    path: int
+    capacity: int

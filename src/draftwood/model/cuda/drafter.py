@@ -16,22 +16,13 @@ from draftwood.kernels.draft_attention import op as attention_op
 from draftwood.kernels.linear import op as linear_op
 from draftwood.kernels.norm_rope import op as norm_op
 from draftwood.model.config import DrafterConfig
+from draftwood.model.cuda.bucket import DraftBucket
 from draftwood.model.cuda.pack import PackedDrafter, PackedDraftLayer
 from draftwood.model.cuda.target import CudaTarget
+from draftwood.model.cuda.work import DraftSizes
 from draftwood.model.layers import rope_table
 from draftwood.parallel.comm import Comm
 from draftwood.parallel.layout import Layout
-
-
-@dataclass(frozen=True)
-class DraftBucket:
-    """Capacities of a draft. rows: of the step; block: the known token and the masked ones, 2 .. block_size; path: places of
-    an accepted path that are observed; capacity: places of a ring."""
-
-    rows: int
-    block: int
-    path: int
-    capacity: int
 
 
 @dataclass(frozen=True)
@@ -82,18 +73,18 @@ class CudaDrafter:
         """positions: of the table of rotations, as the target's. Raises ValueError for a layout that does not fit `comm`."""
         if layout.world != comm.world:
             raise ValueError(f"a layout of {layout.world} ranks does not fit {comm.world} connected ranks")
-        self.config, self.packed, self.comm, self.layout = config, packed, comm, layout
+        self.config, self.packed, self.comm = config, packed, comm
         self.embed, self.lm_head, self.device = target.packed.embed, target.packed.lm_head, target.device
-        self.q_heads = len(layout.heads(config.num_heads))
-        self.kv_heads = len(layout.kv_heads(config.num_heads, config.num_kv_heads))
+        self.sizes = DraftSizes(config, layout, self.lm_head.shape.outputs)
+        self.q_heads, self.kv_heads = self.sizes.q_heads, self.sizes.kv_heads
         known = config.max_position if positions is None else min(positions, config.max_position)
         table = rope_table(config.rope, config.head_dim, known, config.amplitude, self.device)
         self.turns = torch.view_as_real(table).contiguous()
         self.work: DraftWork | None = None
 
     def reserve(self, buckets: Sequence[DraftBucket]) -> None:
-        """Allocate one workspace for all `buckets`; drafts bound before lose theirs. Raises ValueError for a block that the
-        drafter was not trained for."""
+        """Allocate one workspace for all `buckets` (`work.draft_workspace_bytes`); drafts bound before lose theirs. Raises
+        ValueError for a block that the drafter was not trained for."""
         c, d = self.config, self.config.head_dim
         for bucket in buckets:
             if not 2 <= bucket.block <= c.block_size:
@@ -101,7 +92,6 @@ class CudaDrafter:
         tokens = max(b.rows * b.block for b in buckets)
         guesses = max(b.rows * (b.block - 1) for b in buckets)
         places = max(b.rows * b.path for b in buckets)
-        columns = len(self.layout.columns(c.intermediate_size))
 
         def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self.device)
@@ -112,20 +102,15 @@ class CudaDrafter:
             delta=make(tokens, c.hidden_size),
             qkv=make(tokens, (self.q_heads + 2 * self.kv_heads) * d),
             seen=make(tokens, self.q_heads * d),
-            hidden=make(tokens, columns),
+            hidden=make(tokens, self.sizes.columns),
             guessed=make(guesses, c.hidden_size),
-            logits=make(guesses, self.lm_head.shape.outputs, dtype=torch.float32),
-            parts=make(max(self.partial_floats(b) for b in buckets), dtype=torch.float32),
+            logits=make(guesses, self.sizes.vocab, dtype=torch.float32),
+            parts=make(max(self.sizes.partial_floats(b) for b in buckets), dtype=torch.float32),
             taps=make(places, len(c.taps) * c.hidden_size),
             features=make(places, c.hidden_size),
             context=make(places, c.hidden_size),
-            kv=make(places, 2 * c.num_layers * self.kv_heads * d),
+            kv=make(places, self.sizes.context_width),
         )
-
-    def partial_floats(self, bucket: DraftBucket) -> int:
-        """Floats of partial attention that a bucket needs."""
-        share = self.q_heads // self.kv_heads
-        return attention_op.workspace_numel(bucket.rows, self.kv_heads, share, bucket.block, bucket.capacity, self.config.head_dim)
 
     def bind(self, bucket: DraftBucket) -> Draft:
         """Return the draft of a bucket. Drafts share the workspace: results of one last until the next runs. Raises ValueError

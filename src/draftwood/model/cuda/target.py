@@ -19,7 +19,7 @@ from draftwood.kernels.moe_route import op as route_op
 from draftwood.kernels.norm_rope import op as norm_op
 from draftwood.kernels.tree.ref import Flat
 from draftwood.model.config import ModelConfig
-from draftwood.model.cuda import workspace
+from draftwood.model.cuda import work, workspace
 from draftwood.model.cuda.bucket import Bucket
 from draftwood.model.cuda.pack import PackedDense, PackedLayer, PackedMoE, PackedTarget
 from draftwood.model.cuda.workspace import Workspace
@@ -47,7 +47,7 @@ class CudaTarget:
             raise ValueError(f"a layout of {layout.world} ranks does not fit {comm.world} connected ranks")
         self.config, self.packed, self.comm, self.taps = config, packed, comm, taps
         self.device = packed.embed.device
-        self.sizes = workspace.Sizes(config, layout, len(taps))
+        self.sizes = work.Sizes(config, layout, len(taps))
         known = config.max_position if positions is None else min(positions, config.max_position)
         table = rope_table(config.rope, config.qk_rope_head_dim, known, config.rope.amplitude, self.device)
         self.turns = torch.view_as_real(table).contiguous()
@@ -79,16 +79,18 @@ class _Nodes(NamedTuple):
 class Forward:
     """The target's forward at one bucket."""
 
-    def __init__(self, target: CudaTarget, bucket: Bucket, work: Workspace) -> None:
+    def __init__(self, target: CudaTarget, bucket: Bucket, space: Workspace) -> None:
         c, sizes = target.config, target.sizes
-        self.target, self.bucket, self.work, self.config = target, bucket, work, c
+        self.target, self.bucket, self.work, self.config = target, bucket, space, c
         self.alone = target.comm.world == 1
         self.attention = attention_op.MlaAttention(
             bucket.rows, bucket.nodes, sizes.heads, bucket.context, c.softmax_scale, target.device,
-            latent=c.kv_lora_rank, rope=c.qk_rope_head_dim, tokens=bucket.tokens, scratch=work.attention,
+            latent=c.kv_lora_rank, rope=c.qk_rope_head_dim, tokens=bucket.tokens,
+            partial_bytes=work.PARTIALS, scratch=space.attention,
         )  # fmt: skip
-        self.chunks = workspace.chunks(bucket.tokens)
-        self.plans = [moe_op.choose(sizes.experts, len(part), c.num_experts) for part in self.chunks] if c.num_moe_layers else []
+        experts = workspace.expert_shape(sizes)
+        self.chunks = work.chunks(bucket.tokens)
+        self.plans = [moe_op.choose(experts, len(part), c.num_experts) for part in self.chunks] if c.num_moe_layers else []
         self.begins = torch.tensor([part.start for part in self.chunks], dtype=torch.int32, device=target.device)
         self.lives = torch.zeros_like(self.begins)
 
