@@ -15,6 +15,7 @@ from draftwood.model.config import (
     check_pair,
     read_drafter_config,
     read_model_config,
+    resized,
 )
 
 DATA = Path(__file__).parents[1] / "data"
@@ -272,3 +273,18 @@ def test_a_pair_must_fit_and_a_block_must_have_been_trained():
     for field, value, part in (("hidden_size", 512, "512"), ("vocab_size", 32000, "32000"), ("num_layers", 48, "48")):
         name = "num_target_layers" if field == "num_layers" else field
         assert part in refusal(check_pair, target, replace(draft, **{name: value}))
+
+
+def test_shapes_can_have_fewer_experts_and_layers():
+    target, draft = read_model_config(K2_6), read_drafter_config(K2_6_DRAFT)
+    assert resized(target, draft, None, None) == (target, draft)
+    small, drafter = resized(target, draft, 48, 8)
+    assert (small.num_experts, small.num_layers, small.num_moe_layers) == (48, 8, 7)
+    assert drafter.taps == (0, 1, 2, 4, 5, 6) and drafter.num_target_layers == 8
+    check_pair(small, drafter)
+    assert resized(target, draft, None, 2)[1].taps == (0,)
+    assert resized(target, None, 384, 61) == (target, None)
+    for experts in (0, 8, 40, 400):
+        assert all(p in refusal(resized, target, draft, experts, None) for p in (f"--routed-experts {experts}", "8 of", "384"))
+    for layers in (0, 1, 62):
+        assert all(p in refusal(resized, target, draft, None, layers) for p in (f"--layers {layers}", "61"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ Source = Path | str | Mapping[str, Any]
 
 __all__ = [
     "BUILTIN", "K2_6", "K2_6_DRAFT", "DrafterConfig", "ModelConfig", "RopeConfig", "check_pair", "read_drafter_config",
-    "read_model_config", "yarn_mscale",
+    "read_model_config", "resized", "yarn_mscale",
 ]  # fmt: skip
 
 
@@ -496,3 +496,29 @@ def check_pair(model: ModelConfig, drafter: DrafterConfig, block: int | None = N
             f"--draft-block {block}: this drafter was trained for blocks of at most {drafter.block_size}; "
             f"ask for {drafter.block_size} or less"
         )
+
+
+def resized(
+    model: ModelConfig, drafter: DrafterConfig | None, experts: int | None, layers: int | None
+) -> tuple[ModelConfig, DrafterConfig | None]:
+    """Return the shapes with fewer routed experts a layer and fewer layers (None: as they are), for random weights.
+
+    The drafter's taps keep their places in proportion; those that fall on one layer become one. Raises ConfigError for a number
+    that no model of this kind has.
+    """
+    count = model.num_experts if experts is None else experts
+    depth = model.num_layers if layers is None else layers
+    if not model.experts_per_token < count <= model.num_experts or count % 16:
+        raise ConfigError(
+            f"--routed-experts {count}: a token chooses {model.experts_per_token} of this model's {model.num_experts}; give a "
+            "multiple of 16 between them"
+        )
+    if not max(1, model.first_k_dense) < depth <= model.num_layers:
+        raise ConfigError(
+            f"--layers {depth}: this model has {model.num_layers}, {model.first_k_dense} of them dense; give more than the dense "
+            "ones and no more than all"
+        )
+    if drafter is not None:
+        taps = dict.fromkeys(tap * (depth - 1) // max(1, model.num_layers - 1) for tap in drafter.taps)
+        drafter = replace(drafter, taps=tuple(taps), num_target_layers=depth)
+    return replace(model, num_experts=count, num_layers=depth), drafter
