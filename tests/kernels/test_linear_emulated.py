@@ -27,10 +27,10 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(form: Form, device: int) -> Emulated:
-        return Emulated(op._source(form))
+        return Emulated(op.source(form))
 
     monkeypatch.setattr(op, "_kernel", functools.cache(kernel))
-    monkeypatch.setattr(op, "_limit_of", lambda device: plan.BIG_SHARED)
+    monkeypatch.setattr(op, "_machine_of", lambda device: plan.H200)
 
 
 def _make(shape: Shape, n: int) -> tuple[torch.Tensor, op.Weight, torch.Tensor]:
@@ -69,8 +69,9 @@ def test_forms_for_small_shared_memory_and_every_width_give_the_same_bits() -> N
     shape = Shape(480, 1536)
     x, weight, _ = _make(shape, 20)
     want = op.linear(x, weight)
-    forms = [plan.stream_form(shape, plan.SMALL_SHARED)]
-    forms += [plan.wide_form(shape, t, limit) for t in plan.TILES for limit in (plan.BIG_SHARED, plan.SMALL_SHARED)]
+    ahead = plan.Style(0.5, 1 << 20, True)
+    forms = [plan.stream_form(shape, plan.PRO_6000, ahead)]
+    forms += [plan.wide_form(shape, t, machine, ahead) for t in plan.TILES for machine in (plan.H200, plan.PRO_6000)]
     for form in dict.fromkeys(forms):
         assert torch.equal(op.linear(x, weight, form=form), want), form
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,31 +53,33 @@ def _check_weight(n: int, k: int) -> None:
         raise ValueError(f"a weight of {n} x {k} cannot be packed: outputs must be a multiple of 16 and inputs of 8")
 
 
-def _limit(arch: str) -> int:
-    return min(jit.SHARED_LIMIT[arch], plan.BIG_SHARED)
+_MACHINES = {"sm_90a": plan.H200, "sm_100a": plan.B300, "sm_103a": plan.B300, "sm_120a": plan.PRO_6000}
 
 
-def _source(form: Form) -> jit.Source:
+def source(form: Form) -> jit.Source:
+    """What is compiled for a form."""
     return jit.Source(_FOLDER / _FILES[form.entry], form.entry, dict(form.macros))
 
 
 def variants() -> list[Variant]:
     """Everything the launcher chooses for K2.6 and nano on 1, 2, 4 or 8 ranks."""
     found = []
-    for limit in (plan.BIG_SHARED, plan.SMALL_SHARED):
-        archs = tuple(a for a in jit.ARCHS if _limit(a) == limit)
-        found += [Variant(_source(f), f.threads, f.shared, archs=archs) for f in plan.all_forms(limit)]
+    for machine in dict.fromkeys(_MACHINES.values()):
+        archs = tuple(a for a in jit.ARCHS if _MACHINES[a] == machine)
+        forms = {(f.entry, f.macros): f for f in plan.all_forms(machine)}
+        found += [Variant(source(f), f.threads, f.shared, archs=archs) for f in forms.values()]
     return found
 
 
 @functools.cache
 def _kernel(form: Form, device: int) -> jit.Kernel:
-    return jit.Kernel(_source(form), device, form.shared)
+    alike = replace(form, ahead=0, rolling=False)  # arguments of the launch
+    return _kernel(alike, device) if alike != form else jit.Kernel(source(form), device, form.shared)
 
 
 @functools.cache
-def _limit_of(device: int) -> int:
-    return _limit(jit.arch_of(torch.cuda.get_device_capability(device)))
+def _machine_of(device: int) -> plan.Machine:
+    return _MACHINES[jit.arch_of(torch.cuda.get_device_capability(device))]
 
 
 def linear(
@@ -107,7 +109,7 @@ def linear(
     if n == 0:
         return out
     device = x.device.index
-    chosen = plan.form_for(shape, n, _limit_of(device)) if form is None else form
+    chosen = plan.form_for(shape, n, _machine_of(device)) if form is None else form
     kernel = _kernel(chosen, device)
     heads = x.dim() == 3
     kernel(
@@ -115,15 +117,14 @@ def linear(
         (weight.data, x, out, _NULL if residual is None else residual, _NULL if rows is None else rows,
          np.int32(n), np.int32(shape.outputs), np.int32(shape.inputs), np.int32(chosen.groups(shape)),
          np.int64(x.stride(0)), np.int64(x.stride(1) if heads else 0), np.int64(out.stride(0)),
-         np.int64(out.stride(1) if heads else 0), np.int32(out.dtype == torch.float32)),
+         np.int64(out.stride(1) if heads else 0), np.int32(out.dtype == torch.float32),
+         np.int32(chosen.ahead), np.int32(chosen.rolling)),
         chosen.shared, pdl=True,
     )  # fmt: skip
     return out
 
 
-def _check(
-    x: Tensor, shape: Shape, out: Tensor, wanted: tuple[int, ...], residual: Tensor | None, rows: Tensor | None
-) -> None:
+def _check(x: Tensor, shape: Shape, out: Tensor, wanted: tuple[int, ...], residual: Tensor | None, rows: Tensor | None) -> None:
     given = tuple(x.shape[1:])
     if given not in ((shape.inputs,), (shape.heads, shape.inputs)) or (x.dim() == 2 and shape.heads != 1):
         raise ValueError(f"x {tuple(x.shape)} does not fit a weight of {shape.heads} x {shape.outputs} x {shape.inputs}")

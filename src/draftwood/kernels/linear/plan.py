@@ -1,6 +1,7 @@
 """How a linear operation is cut: segments of K (which decide its bits) and the form of each kernel (which do not).
 
-Everything here is arithmetic on the weight's shape; no torch. `segments` must never depend on the number of rows of x.
+Everything here is arithmetic on the weight's shape and the machine; no torch. `segments` must never depend on the number of rows
+of x, nor on the machine.
 """
 
 from __future__ import annotations
@@ -10,14 +11,44 @@ from dataclasses import dataclass
 
 STREAM_ROWS = 8
 """Rows of x up to which the stream kernel runs; beyond it the wide one."""
-TILES = (2, 3, 5, 9, 16)
-"""8-row tiles of x that the wide kernel is compiled for: up to 16, 24, 40, 72 and 128 rows in one pass."""
-MAX_ROWS = TILES[-1] * 8
-SMALL_SHARED = 101_376
-"""Shared memory of a block on sm_120, bytes; the others have more than twice as much."""
-BIG_SHARED = 232_448
-MULTIPROCESSORS = 132
-"""Of an H200; only the depth of rings depends on it."""
+TILES = {2: 28, 3: 24, 5: 16, 9: 11, 16: 8}
+"""8-row tiles of x that the wide kernel is compiled for, up to 16, 24, 40, 72 and 128 rows in one pass; and how many of its warps
+the registers of a multiprocessor hold."""
+STREAM_WARPS = 32
+MAX_ROWS = max(TILES) * 8
+MANY = 8
+"""Passes that a form for more rows is made for: a prompt's chunk."""
+RESERVED = 1024
+"""Bytes of shared memory that the driver keeps for itself in every block."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """block: most shared memory of a block; total: of a multiprocessor, bytes; count: multiprocessors."""
+
+    block: int
+    total: int
+    count: int
+
+
+H200 = Machine(232_448, 233_472, 132)
+B300 = Machine(232_448, 233_472, 148)
+PRO_6000 = Machine(101_376, 102_400, 188)
+
+
+@dataclass(frozen=True)
+class Style:
+    """What may be tuned, and changes no bit. room: shared memory that a kernel's blocks take of a multiprocessor, as a share: at
+    one half the next kernel's blocks fit beside them and fetch their weights early. prefetch: bytes of the weight asked for in L2
+    before the kernel waits for its predecessor; rolling: and as far ahead all the way."""
+
+    room: float = 1.0
+    prefetch: int = 0
+    rolling: bool = False
+
+    def ahead(self, parts: int, steps: int) -> int:
+        """K64 steps that each of so many 16-row parts asks for, at most the `steps` that its ring does not hold."""
+        return max(0, min(-(-self.prefetch // (parts * 2048)), steps))
 
 
 @dataclass(frozen=True)
@@ -47,7 +78,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Form:
-    """One compiled kernel and how it is launched. macros: sorted pairs; shared: bytes; rows: of weights per block."""
+    """One compiled kernel and how it is launched. macros: sorted pairs; shared: bytes; rows: of weights per block; ahead: K64 steps
+    of each part asked for in L2 beyond the ring, at the start, or (rolling) all the way."""
 
     entry: str
     macros: tuple[tuple[str, int], ...]
@@ -56,10 +88,12 @@ class Form:
     rows: int
     tokens: int
     cluster: int
+    ahead: int = 0
+    rolling: bool = False
 
     def grid(self, shape: Shape, n: int) -> tuple[int, int, int]:
-        """Blocks: (cluster along K, heads x groups of rows, groups of tokens)."""
-        return self.cluster, shape.heads * self.groups(shape), -(-n // self.tokens)
+        """Blocks: (cluster along K, groups of tokens, heads x groups of rows)."""
+        return self.cluster, -(-n // self.tokens), shape.heads * self.groups(shape)
 
     def groups(self, shape: Shape) -> int:
         """Groups of weight rows per head."""
@@ -74,60 +108,103 @@ def segments(shape: Shape) -> int:
     return s
 
 
-def _tail(shape: Shape) -> int:
-    return int(shape.inputs % 64 != 0)
+IN_FLIGHT = 40_000
+"""Bytes that a multiprocessor must have on their way to keep the memory of an H200 busy."""
+WAVE = 60_000
+"""What the start of another wave of blocks costs, as bytes that a multiprocessor could have read."""
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A candidate: blocks of `warps` warps, each of which has a ring of `depth` steps of `piece` bytes."""
+
+    warps: int
+    resident: int
+    blocks: int
+    depth: int
+    x_steps: int = 0
+
+    def first(self, machine: Machine) -> int:
+        """Blocks of the first wave."""
+        return min(self.blocks, self.resident * machine.count)
+
+    def cost(self, unit: int, piece: int, cluster: int, machine: Machine) -> float:
+        """Bytes that the busiest multiprocessor reads, and what else costs as much. unit: bytes of a warp's part of the weight."""
+        count = machine.count if cluster < 4 else machine.count // 4 * 4 - 4  # larger clusters leave some multiprocessors unused
+        waves, rest = divmod(self.blocks, count * self.resident)
+        load = (waves * self.resident + -(-rest // count)) * self.warps * unit
+        on_one = min(self.resident, -(-self.blocks // count))
+        starved = max(1.0, IN_FLIGHT / (on_one * self.warps * (self.depth - 1) * piece))
+        return load * starved**0.5 + WAVE * max(waves + (rest > 0) - 1, 0) / self.resident
 
 
 @functools.cache
-def stream_form(shape: Shape, limit: int = BIG_SHARED) -> Form:
+def stream_form(shape: Shape, machine: Machine = H200, style: Style = Style()) -> Form:
     """Return the stream kernel's form: S warps along K in a block, or in a cluster when there are few row tiles."""
-    s = segments(shape)
-    cluster = 1
+    s, cluster = segments(shape), 1
     while cluster < s and shape.tiles * cluster < 96:
         cluster *= 2
-    k_warps = s // cluster
-    n_warps = max(1, 4 // s) if cluster == 1 else 1
-    blocks = -(-shape.outputs // (16 * n_warps)) * shape.heads * cluster
-    resident = min(4, -(-blocks // MULTIPROCESSORS))
-    per_depth = k_warps * n_warps * 2048
-    room = min(limit, 200_000 // resident) // per_depth
-    depth = max(d for d in (3, 4, 6, 8, 12) if d <= max(3, min(room, -(-shape.steps // s))))
-    shared = max(per_depth * depth, k_warps * 8 * (n_warps * 16 + 4) * 4)
-    macros = {"CLUSTER": cluster, "KWARPS": k_warps, "NWARPS": n_warps, "DEPTH": depth}
-    macros |= {"GLU": int(shape.glu), "TAIL": _tail(shape)}
-    return Form("linear_stream", tuple(sorted(macros.items())), 32 * k_warps * n_warps, shared, 16 * n_warps, 8, cluster)
+    k_warps, steps = s // cluster, -(-shape.steps // s)
+    fits = []
+    for n_warps in range(1, max(1, 8 // k_warps) + 1):
+        warps, blocks = k_warps * n_warps, -(-shape.outputs // (16 * n_warps)) * shape.heads * cluster
+        for resident in range(1, min(16, STREAM_WARPS // warps) + 1):
+            room = min(machine.block, int(machine.total * style.room / resident) - RESERVED)
+            depths = [d for d in (3, 4, 6, 8, 12) if d * warps * 2048 <= room and (d <= steps or d == 3)]
+            if depths:
+                fits.append(_Fit(warps, resident, blocks, depths[-1]))
+    even = shape.tiles * s * steps * 2048 / machine.count  # bytes of each multiprocessor; 2 % more for fewer, larger blocks
+    best = min(fits, key=lambda f: (round(f.cost(steps * 2048, 2048, cluster, machine) / even * 50), -f.warps))
+    n_warps, depth = best.warps // k_warps, best.depth
+    shared = max(best.warps * depth * 2048, k_warps * 8 * (n_warps * 16 + 4) * 4)
+    macros = _macros(shape, CLUSTER=cluster, KWARPS=k_warps, NWARPS=n_warps, DEPTH=depth)
+    ahead = style.ahead(best.first(machine) * best.warps, steps - depth)
+    return Form("linear_stream", macros, 32 * best.warps, shared, 16 * n_warps, 8, cluster, ahead, style.rolling)
+
+
+def _wide_shared(warps: int, tiles: int, depth: int, x_steps: int) -> int:
+    ring = warps * depth * 4096 + (depth - 2 + 2 * x_steps) * tiles * 1024
+    return max(ring, tiles * 8 * (warps * 32 + 4) * 4)
 
 
 @functools.cache
-def wide_form(shape: Shape, tiles: int, limit: int = BIG_SHARED) -> Form:
-    """Return the wide kernel's form for 8 * `tiles` rows of x: a cluster of S blocks along K."""
+def wide_form(shape: Shape, tiles: int, machine: Machine = H200, style: Style = Style(), passes: int = 1) -> Form:
+    """Return the wide kernel's form for `passes` times 8 * `tiles` rows of x: a cluster of S blocks along K, and as many warps in
+    each as load the multiprocessors evenly."""
     s = segments(shape)
-    warps = 2 if shape.tiles * s < 2 * 4 * 96 else 4
-    if tiles > 9:
-        warps = 8  # fewer would each stage too much of x
-    depth, x_steps = 4, 4 if tiles <= 2 else 2 if tiles <= 5 else 1
+    steps, room = -(-shape.steps // s), machine.total * (style.room if tiles <= 9 else 1)
+    fits = []
+    for warps in range(1, 10) if tiles <= 9 else range(3, 9):  # many tiles: registers for no more, and x pointers for no fewer
+        blocks = -(-shape.outputs // (32 * warps)) * shape.heads * s * passes
+        for resident in range(1, min(8, TILES[tiles] // warps) + 1):
+            for depth in (3, 4, 5, 6):
+                for x_steps in (1, 2, 4):
+                    shared = _wide_shared(warps, tiles, depth, x_steps)
+                    if (shared + RESERVED) * resident <= room and shared <= machine.block and x_steps * tiles <= max(10, tiles):
+                        fits.append(_Fit(warps, resident, blocks, depth, x_steps))
 
-    def shared() -> int:
-        ring = warps * depth * 4096 + (depth - 2 + 2 * x_steps) * tiles * 1024
-        return max(ring, tiles * 8 * (warps * 32 + 4) * 4)
+    def cost(f: _Fit) -> tuple[int, int, int, int]:
+        """x goes to every block: fewer, larger ones read less of it. Then rings of up to 4 steps, fewer barriers, longer rings."""
+        bytes_ = f.cost(steps * 4096, 4096, s, machine) * (1 + 0.04 * tiles / f.warps)
+        return round(bytes_), -min(f.depth, 4), -f.x_steps, -f.depth
 
-    while shared() > limit:
-        if depth > 3:
-            depth -= 1
-        elif x_steps > 1:
-            x_steps -= 1
-        else:
-            warps -= 1
-    macros = {"CLUSTER": s, "TILES": tiles, "WARPS": warps, "DEPTH": depth, "XSTEPS": x_steps}
-    macros |= {"GLU": int(shape.glu), "TAIL": _tail(shape)}
-    return Form("linear_wide", tuple(sorted(macros.items())), 32 * warps, shared(), 32 * warps, 8 * tiles, s)
+    best = min(fits, key=cost)
+    macros = _macros(shape, CLUSTER=s, TILES=tiles, WARPS=best.warps, DEPTH=best.depth, XSTEPS=best.x_steps)
+    shared = _wide_shared(best.warps, tiles, best.depth, best.x_steps)
+    ahead = style.ahead(2 * best.first(machine) * best.warps, steps - best.depth + 1)
+    return Form("linear_wide", macros, 32 * best.warps, shared, 32 * best.warps, 8 * tiles, s, ahead, style.rolling)
 
 
-def form_for(shape: Shape, n: int, limit: int = BIG_SHARED) -> Form:
+def _macros(shape: Shape, **given: int) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted((given | {"GLU": int(shape.glu), "TAIL": int(shape.inputs % 64 != 0)}).items()))
+
+
+def form_for(shape: Shape, n: int, machine: Machine = H200, style: Style | None = None) -> Form:
     """Return what runs `n` rows of x (the capacity; the actual number may be smaller). n > 128 takes several passes."""
     if n <= STREAM_ROWS:
-        return stream_form(shape, limit)
-    return wide_form(shape, next((t for t in TILES if 8 * t >= n), TILES[-1]), limit)
+        return stream_form(shape, machine, style or Style())
+    tiles = next((t for t in TILES if 8 * t >= n), max(TILES))
+    return wide_form(shape, tiles, machine, style or Style(), 1 if n <= MAX_ROWS else MANY)
 
 
 def target_shapes(world: int, hidden: int, heads: int, q_lora: int, kv_lora: int, nope: int, rope: int, v: int,
@@ -174,16 +251,12 @@ def nano_shapes(world: int = 1) -> dict[str, Shape]:
     return target | drafter_shapes(world, 384, 3, 8, 2, 64, 640, 3 * 384)
 
 
-def all_forms(limit: int) -> list[Form]:
+def all_forms(machine: Machine) -> list[Form]:
     """Return everything `form_for` can answer for the shapes that are served, without duplicates, in a fixed order."""
     forms: dict[Form, None] = {}
     for shapes in (k26_shapes, nano_shapes):
         for world in (1, 2, 4, 8):
             for shape in shapes(world).values():
-                forms[stream_form(shape, limit)] = None
-                for tiles in TILES:
-                    forms[wide_form(shape, tiles, limit)] = None
-    kept: dict[tuple[str, tuple[tuple[str, int], ...]], Form] = {}
-    for form in forms:
-        kept.setdefault((form.entry, form.macros), form)
-    return list(kept.values())
+                for rows in (STREAM_ROWS, *(8 * tiles for tiles in TILES), MAX_ROWS + 1):
+                    forms[form_for(shape, rows, machine)] = None
+    return list(forms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -13,6 +14,11 @@ from draftwood.kernels.linear import op, plan, ref
 from draftwood.kernels.linear.plan import Shape
 
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 40, 41, 63, 64, 65, 72, 73, 127, 128)
+STYLES = [
+    plan.Style(room, ahead, rolling)
+    for room in (0.5, 0.62, 1.0)
+    for ahead, rolling in ((0, False), (12 << 20, False), (12 << 20, True))
+]
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FEW = {
     "q_a": Shape(2112, 7168), "q_b/8": Shape(1536, 1536), "w_uk": Shape(512, 128, 8), "w_uv": Shape(128, 512, 8),
@@ -143,32 +149,44 @@ def test_every_form_sums_the_segments_of_its_shape() -> None:
     for shape in _served():
         s = plan.segments(shape)
         assert shape.steps >= s
-        for limit in (plan.BIG_SHARED, plan.SMALL_SHARED):
+        for machine, style in itertools.product((plan.H200, plan.B300, plan.PRO_6000), STYLES):
             for n in (1, 8, 9, 33, 65, 128, 300):
-                form = plan.form_for(shape, n, limit)
+                form = plan.form_for(shape, n, machine, style)
                 macros = dict(form.macros)
                 assert macros["CLUSTER"] * macros.get("KWARPS", 1) == s
-                assert form.shared <= limit
+                assert form.shared <= machine.block
                 grid = form.grid(shape, n)
                 assert grid[1] < 65536 and grid[2] < 65536
                 assert form.groups(shape) * form.rows >= shape.outputs
-                assert grid[2] * form.tokens >= n
+                assert grid[1] * form.tokens >= n
+                assert 0 <= form.ahead <= shape.steps and (style.prefetch or not form.ahead)
+
+
+def test_wide_blocks_load_the_multiprocessors_of_an_h200_evenly() -> None:
+    """The busiest multiprocessor has at most a quarter more than its share of every large K2.6 projection."""
+    for shape in plan.k26_shapes().values():
+        for tiles in (2, 3, 5, 9):
+            form = plan.wide_form(shape, tiles)
+            _, _, groups = form.grid(shape, 8 * tiles)
+            busiest = -(-groups * form.cluster // plan.H200.count) * form.rows
+            if shape.nbytes > 20_000_000:
+                assert busiest * plan.H200.count <= 1.26 * shape.outputs * shape.heads * form.cluster, (shape, tiles)
 
 
 def test_variants_hold_everything_the_launcher_chooses() -> None:
-    for limit in (plan.BIG_SHARED, plan.SMALL_SHARED):
-        known = {(f.entry, f.macros): f.shared for f in plan.all_forms(limit)}
+    for machine in (plan.H200, plan.B300, plan.PRO_6000):
+        known = {(f.entry, f.macros): f.shared for f in plan.all_forms(machine)}
         for shape in _served():
             for n in (1, 9, 17, 33, 65, 128):
-                form = plan.form_for(shape, n, limit)
+                form = plan.form_for(shape, n, machine)
                 assert known[form.entry, form.macros] == form.shared
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_kernels_of_the_largest_forms_stay_within_limits(arch: str) -> None:
-    limit = min(jit.SHARED_LIMIT[arch], plan.BIG_SHARED)
+    machine = op._MACHINES[arch]
     some = (("o", (1, 9, 65, 128)), ("gate_up/8", (1, 33)), ("nano down", (1, 65)))
-    forms = [plan.form_for(FEW[name], n, limit) for name, rows in some for n in rows]
+    forms = [plan.form_for(FEW[name], n, machine) for name, rows in some for n in rows]
     known = {v.source.label(): v for v in op.variants() if arch in v.archs}
     for form in forms:
         built = check.check("linear", known[jit.Source(op._FOLDER, form.entry, dict(form.macros)).label()], arch)
@@ -241,6 +259,17 @@ class TestOnDevice:
         for n in EDGES:
             order = torch.randperm(128, generator=torch.Generator().manual_seed(n)).cuda()[:n]
             assert torch.equal(_bits(op.linear(x[order], weight)), _bits(alone[order])), n
+
+    @pytest.mark.parametrize("name", ["q_a", "o", "w_uv", "gate_up/8", "nano down", "nano o/8"])
+    def test_every_style_gives_the_same_bits_up_to_a_thousand_rows(self, name: str) -> None:
+        x, weight = _random(FEW[name], 1024)
+        want = op.linear(x, weight)
+        alone = torch.cat([op.linear(x[i : i + 1].contiguous(), weight) for i in range(0, 1024, 31)])
+        assert torch.equal(_bits(alone), _bits(want[::31]))
+        for style in STYLES:
+            for n in (1, 8, 9, 33, 65, 128, 129, 300, 1024):
+                form = plan.form_for(weight.shape, n, style=style)
+                assert torch.equal(_bits(op.linear(x[:n].contiguous(), weight, form=form)), _bits(want[:n])), (style, n)
 
     @pytest.mark.parametrize("name", ["q_a", "o", "w_uv", "gate_up/8", "nano down", "nano w_uv"])
     def test_rows_beyond_the_devices_count_are_neither_read_nor_written(self, name: str) -> None:

@@ -17,21 +17,22 @@
 
 constexpr int STEP = 4096, XSLOT = TILES * 1024, AHEAD = DEPTH - 2 + XSTEPS, XSLOTS = AHEAD + XSTEPS;
 
-// Grid (CLUSTER = S, heads * groups, ceil(n / 8 / TILES)), groups = ceil(N / 32 / WARPS); arguments as in stream.cu.
+// Grid (CLUSTER = S, ceil(n / 8 / TILES), heads * groups), groups = ceil(N / 32 / WARPS): with many tokens, neighbouring blocks
+// share their weights; arguments as in stream.cu.
 // Shared memory: max(WARPS*DEPTH*STEP + XSLOTS*XSLOT, TILES*8*(WARPS*32+4)*4) bytes.
 // The 16-byte chunk c of token t lies at chunk c ^ 4*(t&1): reads without bank conflicts.
 // Copy group g holds the weights of step g and x of step g+XSTEPS-1 (group 0 also the first x); at step s, groups 0..s
 // are complete, and a barrier every XSTEPS steps makes everybody's x visible.
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(32 * WARPS)
 linear_wide(const unsigned char* W, const bf16* X, void* Y, const bf16* residual, const int* rows, int n, int N, int K,
-            int groups, long long x_stride, long long x_head, long long y_stride, long long y_head, int wide) {
+            int groups, long long x_stride, long long x_head, long long y_stride, long long y_head, int wide, int ahead, int rolling) {
   DYNAMIC_SHARED(unsigned char, smem);
   const u32 base = shared_address(smem);
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
   constexpr int S = CLUSTER;
   const int s = blockIdx.x, T = (K + 63) >> 6, low = T * s / S, steps = T * (s + 1) / S - low;
-  const int head = blockIdx.y / groups, group = blockIdx.y % groups;
-  const int first = blockIdx.z * (TILES * 8), tile = (group * WARPS + warp) * 2, tiles = N >> 4;
+  const int head = blockIdx.z / groups, group = blockIdx.z % groups;
+  const int first = blockIdx.y * (TILES * 8), tile = (group * WARPS + warp) * 2, tiles = N >> 4;
   const bool on = tile < tiles;
   const unsigned char* w = W + (((long long)head * tiles + (on ? tile : 0)) * T + low) * 2048 + lane * 16;
   const long long second = tile + 1 < tiles ? (long long)T * 2048 : 0;       // a lone last tile is read twice
@@ -48,6 +49,11 @@ linear_wide(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
   };
 #pragma unroll
   for (int i = 0; i < DEPTH - 1; i++) load_w(i, i * STEP);
+  if (ahead && lane == 0 && on && steps >= DEPTH) {
+    const u32 bytes = min(ahead, steps - (DEPTH - 1)) * 2048;
+    fetch_to_l2(true, w, bytes);
+    fetch_to_l2(true, w + second, bytes);
+  }
   pdl_wait();                                    // weights do not depend on the kernel before; x and rows do
   pdl_go();
   if (rows) n = min(n, load_int(rows));
@@ -93,6 +99,9 @@ linear_wide(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
     if (since == 0) __syncthreads();
     since = since == XSTEPS - 1 ? 0 : since + 1;
     load_w(step + DEPTH - 1, wl); load_x(step + AHEAD, xl); copy_commit();
+    const bool further = rolling && on && lane == 0 && step + DEPTH - 1 + ahead < steps;
+    fetch_to_l2(further, w + (ahead - 1) * 2048, 2048);
+    fetch_to_l2(further, w + second + (ahead - 1) * 2048, 2048);
     wl = wl == (DEPTH - 1) * STEP ? 0 : wl + STEP; xl = xl == (XSLOTS - 1) * XSLOT ? 0 : xl + XSLOT;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
