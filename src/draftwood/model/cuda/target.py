@@ -172,8 +172,7 @@ class Forward:
         """The MLP of the normed nodes. Returns what is still to be added to the residual stream, None if it has been."""
         w, total = self.work, nodes.total
         if isinstance(mlp, PackedMoE):
-            self._dense(mlp.shared, w.shared, total)
-            self._experts(mlp, nodes)
+            self._moe(mlp, nodes)
         elif self.alone:
             self._dense(mlp, w.x, total, residual=w.x)
             return None
@@ -186,14 +185,19 @@ class Forward:
         linear_op.linear(self.work.normed, mlp.gate_up, hidden, rows=total)
         linear_op.linear(hidden, mlp.down, out, residual=residual, rows=total)
 
-    def _experts(self, mlp: PackedMoE, nodes: _Nodes) -> None:
-        """Routed experts plus what is in `shared`, to `delta`; at most 1024 nodes at a time."""
+    def _moe(self, mlp: PackedMoE, nodes: _Nodes) -> None:
+        """Routed experts plus the shared one, to `delta`; the router takes at most 1024 nodes at a time.
+
+        The router goes first: it keeps few multiprocessors busy, and the shared expert's kernel loads weights meanwhile.
+        """
         w = self.work
         assert w.lists is not None and w.experts is not None
         for place, (part, plan) in enumerate(zip(self.chunks, self.plans, strict=True)):
             live = nodes.total if len(self.chunks) == 1 else self.lives[place : place + 1]
             x, shared, out = (t[part.start : part.stop] for t in (w.normed, w.shared, w.delta))
             route_op.route(x, mlp.router, live, w.lists, plan.tile)
+            if place == 0:
+                self._dense(mlp.shared, w.shared, nodes.total)
             moe_op.moe_int4(x, mlp.experts, w.lists, live, shared, out, w.experts, plan)
 
     def _logits(self, nodes: _Nodes, verified: tuple[Tensor, Tensor] | None) -> Tensor:
