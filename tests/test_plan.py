@@ -66,7 +66,7 @@ def test_k26_on_eight_h200_holds_the_whole_context():
 
 
 def test_weights_that_do_not_fit_are_refused_or_noted():
-    with pytest.raises(ConfigError, match="weights of a rank are 560.19 GiB.*use more ranks"):
+    with pytest.raises(ConfigError, match="weights of a rank are 560.23 GiB.*use more ranks"):
         made(H200)
     p = made(H200, strict=False)
     assert any("does not fit" in note for note in p.notes)
@@ -96,7 +96,7 @@ def test_the_drafter_is_checked_even_when_it_is_not_loaded():
             made(draft_block=16, tree_budget=budget)
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), [(64, 64), (100, 64), (512, 512), (8191, 8128)])
+@pytest.mark.parametrize(("tokens", "chunk"), [(64, 64), (100, 64), (512, 512), (2047, 1984)])
 def test_prompt_chunks_are_whole_pages(tokens, chunk):
     assert made(max_num_batched_tokens=tokens).prefill_chunk == chunk
 
@@ -231,3 +231,44 @@ def test_a_download_that_breaks_off_is_one_line(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", broken)
     with pytest.raises(ConfigError, match="hub id some/model could not be downloaded: peer closed"):
         plan.locate("some/model")
+
+
+def test_a_gpu_takes_whole_chunks_into_its_draft_window():
+    p = made(max_num_batched_tokens=4096)
+    assert p.prefill_chunk == 2048 and "chunks of 2048" in p.notes[0]
+    assert made(max_num_batched_tokens=4096, draft="none").prefill_chunk == 4096
+    assert made(max_num_batched_tokens=4096, device=Device("cpu", "memory", 4 << 40)).prefill_chunk == 4096
+    with pytest.raises(ConfigError, match="window of 32 tokens is below the 64"):
+        made(draft_window=32)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"dtype": "float32"}, "not what the CUDA kernels compute in"),
+        ({"max_num_seqs": 129}, "above the 128"),
+        ({"max_num_batched_tokens": 8256}, "above the 8192"),
+        ({"routed_experts": 20}, "multiple of 16"),
+        ({"layers": 1}, "--layers 1"),
+    ],
+)
+def test_what_a_gpu_cannot_run_is_refused_in_one_line(options, match):
+    with pytest.raises(ConfigError, match=match):
+        made(**options)
+
+
+def test_random_weights_may_have_fewer_experts_and_layers_and_the_plan_says_so(tmp_path):
+    p = made(H200, routed_experts=48, layers=61, max_num_seqs=1, max_model_len=4096, tree_budget=64, synthetic_accept=4.2)
+    assert "61 layers of 61, 48 routed experts a layer of 384" in p.notes[0]
+    assert any("synthetic acceptance of 4.2" in note for note in p.notes)
+    names = dict(p.memory)
+    assert {"workspace", "rows", "step buffers", "graphs"} <= set(names) and names["target weights"] < 100 << 30
+    with pytest.raises(ConfigError, match="add --load-format dummy"):
+        find(Options(model=write_checkpoint(tmp_path), routed_experts=48))
+
+
+def test_synthetic_acceptance_is_the_gpus():
+    with pytest.raises(ConfigError, match="--synthetic-accept 3 needs --device cuda"):
+        made(Device("cpu", "memory", 4 << 40), synthetic_accept=3.0)
+    with pytest.raises(ConfigError, match="synthetic-accept 0.5 is outside"):
+        k26(synthetic_accept=0.5)

@@ -59,6 +59,13 @@ class Options:
     dtype: str = _flag("auto", "type of weights and activations", choices=("auto", "float32", "bfloat16"))
     device: str = _flag("auto", "where to run", choices=("auto", "cpu", "cuda"))
     load_format: str = _flag("auto", "dummy: random weights from config.json alone", choices=("auto", "dummy"))
+    routed_experts: int | None = _flag(None, "with random weights: so many routed experts a layer", parse=int)
+    layers: int | None = _flag(None, "with random weights: so many layers", parse=int)
+    synthetic_accept: float | None = _flag(
+        None,
+        "pretend that a step of a row returns this many tokens on average, 1..16, for measuring: the text means nothing (cuda)",
+        parse=float,
+    )
     max_model_len: int | None = _flag(
         None, "most tokens of prompt and answer (default: what the model allows and memory holds)", parse=int
     )
@@ -77,6 +84,9 @@ class Options:
         self._between("ep", self.ep, 1, 64)
         self._between("max-model-len", self.max_model_len, 2, 1 << 22, skip=None)
         self._between("max-num-seqs", self.max_num_seqs, 1, 1024, skip=None)
+        accept = self.synthetic_accept
+        if accept is not None and (not isinstance(accept, int | float) or not 1 <= accept <= MAX_BLOCK):
+            raise ConfigError(f"--synthetic-accept {accept} is outside 1..{MAX_BLOCK}; choose a number in that range")
         self._between("max-num-batched-tokens", self.max_num_batched_tokens, PAGE_SIZE, 1 << 16)
         for f in dataclasses.fields(self):
             choices = f.metadata.get("choices")

@@ -1,12 +1,12 @@
 """The one door to the engine: text or messages in, completions out. Server, commands and Python users all come here.
 
-    from draftwood.llm import LLM
-    print(LLM("nano").generate("def fibonacci(n):")[0].text)
+from draftwood.llm import LLM
+print(LLM("nano").generate("def fibonacci(n):")[0].text)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -86,7 +86,7 @@ class LLM:
         device = detect(options.device, comm.world, comm.rank if local is None else local)
         # Ranks may see different free memory; rank 0's decision is everybody's.
         self.plan: Plan = comm.broadcast(decide(options, self.checkpoint, device))
-        self.engine = Engine(build(self.plan, self.checkpoint, comm), self.plan, self.checkpoint.config.stop_ids)
+        self.engine = _engine(self.plan, self.checkpoint, comm)
         self._live: dict[int, Answer] = {}
 
     @property
@@ -144,7 +144,7 @@ class LLM:
             raise RequestError(f"{self.plan.model_path} has no chat template; use generate with a text", "messages")
         return self.template.encode(messages, tools, **template)
 
-    def stream(self, prompt: Prompt, params: Params = None, allow_special: bool = False) -> Iterator[str | Completion]:
+    def stream(self, prompt: Prompt, params: Params = None, allow_special: bool = False) -> Generator[str | Completion]:
         """Yield the answer's text as it grows, then the Completion. Closing the iterator aborts the request."""
         answer = self.start(self.encode(prompt, allow_special), params)
         try:
@@ -390,6 +390,19 @@ class Answer:
             logprobs=self.logprobs[tokens:],
             top_logprobs=self.top_logprobs[tokens:],
         )
+
+
+def _engine(plan: Plan, checkpoint: Checkpoint, comm: Comm) -> Engine:
+    """The engine of a plan, on its device. Raises ConfigError for a bad checkpoint and for what a GPU cannot run."""
+    stop_ids = checkpoint.config.stop_ids
+    if plan.device != "cuda":
+        return Engine(build(plan, checkpoint, comm), plan, stop_ids)
+    from draftwood.engine.cuda.build import start  # what a CPU has no use for
+
+    bigram = _bigram(plan.options, checkpoint) if plan.block else None
+    folders = checkpoint.folder, checkpoint.draft_folder
+    parts, stepper = start(plan, checkpoint.config, checkpoint.drafter, folders, bigram, comm)
+    return Engine(parts, plan, stop_ids, stepper)
 
 
 def build(plan: Plan, checkpoint: Checkpoint, comm: Comm) -> Parts:

@@ -6,14 +6,24 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draftwood import nano
 from draftwood.config import MAX_BLOCK, MAX_BUDGET, MIN_BLOCK, PAGE_SIZE, Options, Plan
 from draftwood.errors import ConfigError
 from draftwood.model import costs
-from draftwood.model.config import BUILTIN, DrafterConfig, ModelConfig, check_pair, read_drafter_config, read_model_config
+from draftwood.model.config import (
+    BUILTIN,
+    DrafterConfig,
+    ModelConfig,
+    check_pair,
+    read_drafter_config,
+    read_model_config,
+    resized,
+)
+from draftwood.model.cuda import keys, work
+from draftwood.model.cuda.keys import Sizes
 from draftwood.parallel.layout import Layout, check_layout
 
 DEFAULT_BLOCK = 8
@@ -59,6 +69,15 @@ HARDWARE: dict[str, Device] = {
 """Devices that can be planned for without having them: vendors' memory and bandwidth."""
 
 
+MOST_BATCHED = 8192
+"""Most prompt tokens of a step on a GPU: its pieces and 128 rows are what the attention kernels take."""
+
+
+def arch_of(name: str) -> str:
+    """Return the architecture of a CUDA device by its name, Hopper's for one not in HARDWARE."""
+    return "sm_120a" if "RTX PRO 6000" in name else "sm_103a" if "B300" in name else "sm_90a"
+
+
 def bandwidth_of(name: str) -> float | None:
     """Return the readable bytes per second of a CUDA device by its name, None for one not in HARDWARE."""
     words = {"rtx-pro-6000": "RTX PRO 6000", "h200": "H200", "b300": "B300"}
@@ -86,12 +105,29 @@ def find(options: Options, weights: bool = True) -> Checkpoint:
     Raises ConfigError, one line, for what is not there, cannot be read or cannot be run.
     """
     if options.model in BUILTIN and not Path(options.model).is_dir():
-        return _builtin(options, weights)
+        return _resized(options, _builtin(options, weights))
     folder = locate(options.model, weights)
     config = read_model_config(folder)
     draft_folder, notes = _locate_drafter(options, folder, weights)
     drafter = read_drafter_config(draft_folder, options.draft_rope) if draft_folder else None
-    return Checkpoint(options.model, folder, config, draft_folder, drafter, notes)
+    return _resized(options, Checkpoint(options.model, folder, config, draft_folder, drafter, notes))
+
+
+def _resized(options: Options, found: Checkpoint) -> Checkpoint:
+    """The checkpoint with as many experts and layers as asked for. Raises ConfigError for weights that have a shape already."""
+    asked = {"--routed-experts": options.routed_experts, "--layers": options.layers}
+    given = {flag: n for flag, n in asked.items() if n is not None}
+    if not given:
+        return found
+    if options.load_format != "dummy" and found.folder is not None:
+        flag, n = next(iter(given.items()))
+        raise ConfigError(f"{flag} {n} changes the model's shape, which needs random weights: add --load-format dummy")
+    config, drafter = resized(found.config, found.drafter, options.routed_experts, options.layers)
+    was, now = found.config, config
+    note = (
+        f"shape changed: {now.num_layers} layers of {was.num_layers}, {now.num_experts} routed experts a layer of {was.num_experts}"
+    )
+    return replace(found, config=config, drafter=drafter, notes=(*found.notes, note))
 
 
 def _builtin(options: Options, weights: bool) -> Checkpoint:
@@ -189,15 +225,21 @@ class _Planner:
     def plan(self) -> Plan:
         """Return the whole decision."""
         options = self.options
+        if self.device.kind == "cuda":
+            self._check_cuda()
+        elif options.synthetic_accept is not None:
+            raise ConfigError(f"--synthetic-accept {options.synthetic_accept:g} needs --device cuda")
         drafter = self._drafter()
         check_layout(self.config, drafter, options.tp, options.ep)
         block = self._block(drafter)
         budget = self._max_budget(drafter)
         context = self._context(drafter)
         window = min(options.draft_window, context)
-        rows, fixed = self._rows(drafter, block, window, budget)
+        self.chunk = self._chunk(drafter, window)
+        rows, fixed = self._rows(drafter, block, window, budget, context)
         per_page = self._per_page(drafter)
         pages, context = self._pages(rows, context, budget, fixed, costs.total(per_page))
+        fixed = self._fixed(drafter, block, window, budget, rows, context)
         step = self._step(drafter, block, window, budget, context)
         bandwidth = self.device.bandwidth
         return Plan(
@@ -209,7 +251,7 @@ class _Planner:
             world=self.world,
             max_model_len=context,
             max_num_seqs=rows,
-            prefill_chunk=options.max_num_batched_tokens // PAGE_SIZE * PAGE_SIZE,
+            prefill_chunk=self.chunk,
             page_size=PAGE_SIZE,
             num_pages=pages,
             block=block,
@@ -274,12 +316,63 @@ class _Planner:
         self.notes.append(f"the drafter knows {known} positions: that is the context, of the model's {most}")
         return known
 
-    def _fixed(self, drafter: DrafterConfig | None, block: int, window: int, budget: int, rows: int) -> costs.Table:
+    def _check_cuda(self) -> None:
+        """Refuse what the kernels do not run."""
+        options, rows = self.options, self._asked_rows()
+        if self.dtype != "bfloat16":
+            raise ConfigError(
+                f"--dtype {self.dtype} is not what the CUDA kernels compute in; leave it at auto, or use --device cpu"
+            )
+        if rows > keys.ROWS[-1]:
+            raise ConfigError(
+                f"--max-num-seqs {rows} is above the {keys.ROWS[-1]} requests that run together on a GPU; ask for less"
+            )
+        tokens, mean = options.max_num_batched_tokens, options.synthetic_accept
+        if tokens > MOST_BATCHED:
+            raise ConfigError(f"--max-num-batched-tokens {tokens} is above the {MOST_BATCHED} of a step on a GPU; ask for less")
+        if mean is not None:
+            self.notes.append(f"synthetic acceptance of {mean:g} tokens a step, whatever the target says: the text means nothing")
+
+    def _chunk(self, drafter: DrafterConfig | None, window: int) -> int:
+        """Most prompt tokens of a step. On a GPU the drafter's window takes them all at once."""
+        chunk = self.options.max_num_batched_tokens // PAGE_SIZE * PAGE_SIZE
+        if self.device.kind != "cuda" or drafter is None or window >= chunk:
+            return chunk
+        if window < PAGE_SIZE:
+            raise ConfigError(f"a draft window of {window} tokens is below the {PAGE_SIZE} that a GPU fills at once; ask for more")
+        self.notes.append(f"prompts in chunks of {window // PAGE_SIZE * PAGE_SIZE} tokens: what the draft window holds")
+        return window // PAGE_SIZE * PAGE_SIZE
+
+    def _fixed_cuda(
+        self, drafter: DrafterConfig | None, block: int, window: int, budget: int, rows: int, context: int
+    ) -> costs.Table:
+        """The same on a GPU, where it is what the engine allocates; `graphs` is an estimate of what the driver keeps."""
+        layout, config = Layout(self.options.tp, self.options.ep, 0), self.config
+        sizes, arch = Sizes.make(context, rows, block, budget, self.chunk), arch_of(self.device.name)
+        taps = 0 if drafter is None else len(drafter.taps)
+        target = work.Sizes(config, layout, taps)
+        buckets = sizes.buckets()
+        parts = [("target weights", costs.total(work.target_bytes(config, layout, context)))]
+        space, launches = costs.total(work.workspace_bytes(target, buckets, arch)), 0
+        if drafter is not None:
+            parts.append(("drafter weights", costs.total(work.drafter_bytes(drafter, layout, context))))
+            parts.append(("draft windows", rows * window * costs.drafter_kv_bytes_per_token(drafter, self.itemsize, layout)))
+            own, wanted = work.DraftSizes(drafter, layout, target.vocab), sizes.all_draft_buckets(window)
+            space += costs.total(work.draft_workspace_bytes(own, wanted))
+            launches += sum(costs.total(work.draft_launches(own, b)) for b in wanted) * len(sizes.budgets)
+        launches += sum(costs.total(work.launches(target, b)) for b in buckets)
+        parts.append(("workspace", space))
+        parts += keys.step_memory(sizes, rows, config.vocab_size)
+        parts.append(("graphs", launches * keys.GRAPH_BYTES))
+        return tuple(parts)
+
+    def _fixed(self, drafter: DrafterConfig | None, block: int, window: int, budget: int, rows: int, context: int) -> costs.Table:
         """Bytes of a rank that do not grow with the pages."""
+        if self.device.kind == "cuda":
+            return self._fixed_cuda(drafter, block, window, budget, rows, context)
         layout = Layout(self.options.tp, self.options.ep, 0)
         target = dict(costs.weight_bytes(self.config, layout, self.itemsize))
-        if self.device.kind == "cpu":
-            target["experts"] = costs.expanded_expert_bytes(self.config, layout, self.itemsize)
+        target["experts"] = costs.expanded_expert_bytes(self.config, layout, self.itemsize)
         parts = [("target weights", sum(target.values()))]
         vocab = self.config.vocab_size * 4
         logits = rows * (budget + 1) * vocab
@@ -295,13 +388,13 @@ class _Planner:
         parts.append(("workspace", logits + nodes * wide * self.itemsize))
         return tuple(parts)
 
-    def _rows(self, drafter: DrafterConfig | None, block: int, window: int, budget: int) -> tuple[int, tuple[tuple[str, int], ...]]:
+    def _rows(self, drafter: DrafterConfig | None, block: int, window: int, budget: int, context: int) -> tuple[int, costs.Table]:
         """Return (rows, fixed bytes): as many rows as asked, halved until they leave a fifth of the free memory for
         pages. Refuses weights that do not fit."""
         asked = rows = self._asked_rows()
         memory = self.device.memory
         while True:
-            fixed = self._fixed(drafter, block, window, budget, rows)
+            fixed = self._fixed(drafter, block, window, budget, rows, context)
             weights = sum(n for name, n in fixed if name.endswith("weights"))
             if rows == 1 or costs.total(fixed) - weights <= 0.8 * (memory - weights):
                 break
@@ -309,7 +402,7 @@ class _Planner:
         if weights > memory:
             self._refuse(f"the weights of a rank are {_gib(weights)} but {self.device.name} has {_gib(memory)} to fill; "
                          "use more ranks (--tp, --ep)")  # fmt: skip
-            rows, fixed = asked, self._fixed(drafter, block, window, budget, asked)
+            rows, fixed = asked, self._fixed(drafter, block, window, budget, asked, context)
         elif rows < asked:
             self.notes.append(f"--max-num-seqs {asked} does not fit: {rows} requests run together")
         return rows, fixed

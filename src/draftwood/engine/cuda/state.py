@@ -1,0 +1,254 @@
+"""The state of rows on a GPU, and what the host tells it about a step.
+
+Lengths, roots and counts of generated tokens live on the device and are never read by the host. Everything else about a row
+stands still while it runs; it is kept here and sent in the order of a step's places when that order changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draftwood.engine.request import MAX_BIASES, SamplingParams
+from draftwood.engine.scheduler import Growth, Start, StepPlan
+from draftwood.kernels.accept.ref import Params
+from draftwood.kernels.rows.ref import Places, State
+from draftwood.model.cuda.keys import PIECE, Key, Sizes
+
+_OWN_NOISE = 0x5DEECE66D
+"""Flips bits of a seed where the drafter is asked for noise of its own."""
+Fields = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
+
+
+def carve(buffer: Tensor, fields: Fields) -> dict[str, Tensor]:
+    """Views of a byte buffer, one after another on 16 bytes."""
+    views, at = {}, 0
+    for name, dtype, shape in fields:
+        size = dtype.itemsize * int(np.prod(shape))
+        views[name] = buffer[at : at + size].view(dtype).view(shape)
+        at += -(-size // 16) * 16
+    return views
+
+
+def carved_bytes(fields: Fields) -> int:
+    """Bytes that `carve` needs."""
+    return sum(-(-dtype.itemsize * int(np.prod(shape)) // 16) * 16 for _, dtype, shape in fields)
+
+
+def pinned(size: int, device: torch.device) -> Tensor:
+    """A byte buffer that copies to and from `device` need not wait for; torch reuses its memory only after they ended."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+class Mirror:
+    """A byte buffer on the device and the host's latest version of it. `send` copies, when something changed."""
+
+    def __init__(self, fields: Fields, device: torch.device) -> None:
+        self._device, size = device, carved_bytes(fields)
+        self._there = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._here = torch.zeros(size, dtype=torch.uint8)
+        self._sent = self._here.numpy().copy()
+        self.device = carve(self._there, fields)
+        self.host: dict[str, NDArray[Any]] = {k: v.numpy() for k, v in carve(self._here, fields).items()}
+
+    def send(self) -> None:
+        """Bring the device's version up to date, behind what runs there."""
+        if np.array_equal(self._here.numpy(), self._sent):
+            return
+        self._sent[:] = self._here.numpy()
+        staged = pinned(len(self._here), self._device)
+        staged.copy_(self._here)
+        self._there.copy_(staged, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What the host knows of a running row."""
+
+    params: SamplingParams
+    numbers: NDArray[np.float32]
+    bias: tuple[NDArray[np.int32], NDArray[np.float32]]
+    penalised: bool
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A step as its graph sees it: the graph's key, and the place whose result is each plan row's."""
+
+    key: Key
+    results: tuple[int, ...]
+
+
+class DeviceRows:
+    """State of `rows` persistent rows; `sink` pads page tables. `noise` as Options has it."""
+
+    def __init__(self, sizes: Sizes, rows: int, sink: int, vocab: int, device: torch.device, noise: str) -> None:
+        self.sizes, self.vocab, self.device, self._noise = sizes, vocab, device, noise
+        self.state = State(
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.zeros(rows, vocab, dtype=torch.int32, device=device),
+        )
+        self._rows: dict[int, _Row] = {}
+        self._known: dict[int, int] = {}
+        """Committed tokens of the rows' prompts; lengths beyond are the device's."""
+        self._pages = np.full((rows, sizes.width), sink, np.int32)
+        self._sink = sink
+        places, width = sizes.places, sizes.width
+        self._inputs = Mirror(_fields(places, max(sizes.pieces, 1)), device)
+        self._tables = Mirror([("table", torch.int32, (places, width))], device)
+        self._bias = Mirror([("ids", torch.int32, (rows * MAX_BIASES,)), ("values", torch.float32, (rows * MAX_BIASES,))], device)
+        self._prompt = Mirror([("tokens", torch.int32, (max(sizes.pieces, 1) * PIECE,))], device)
+        self._inputs.host["history_rows"][:] = -1
+        self._inputs.send()
+
+    # ------------------------------------------------------------------------------------------------ rows begin and grow
+
+    def begin(self, start: Start) -> None:
+        """Take a row over; its length and root come with the last piece of its prompt."""
+        params = start.params
+        numbers = np.zeros(8, np.float32)
+        numbers[:6] = (params.temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty,
+                       params.repetition_penalty)  # fmt: skip
+        bias = sorted(params.logit_bias.items())
+        ids, values = np.array([i for i, _ in bias], np.int32), np.array([v for _, v in bias], np.float32)
+        self._rows[start.row] = _Row(params, numbers, (ids, values), params.counts_tokens)
+        self._known[start.row] = start.cached
+        self._pages[start.row] = self._sink
+        self._pages[start.row, : len(start.pages)] = start.pages
+        if params.counts_tokens:
+            self._count(start)
+
+    def grow(self, growth: Growth) -> None:
+        """Lengthen a row's page table."""
+        self._pages[growth.row, growth.place : growth.place + len(growth.pages)] = growth.pages
+
+    def _count(self, start: Start) -> None:
+        """Set a row's line of history: 2 for each time a token was generated, 1 if it is in the prompt."""
+        line = np.zeros(self.vocab, np.int32)
+        np.add.at(line, np.array(start.generated, np.int64), 2)
+        line[np.unique(np.array(start.prompt, np.int64))] += 1
+        staged = pinned(4 * self.vocab, self.device)
+        staged.view(torch.int32).copy_(torch.from_numpy(line))
+        assert self.state.history is not None
+        self.state.history[start.row].copy_(staged.view(torch.int32), non_blocking=True)
+
+    # ---------------------------------------------------------------------------------------------------------- a step
+
+    def key(self, plan: StepPlan) -> Key:
+        """The graph of a plan."""
+        free = [budget for budget, chunk in zip(plan.budgets, plan.chunks, strict=True) if not chunk]
+        return self.sizes.key(max(len(free), 1), max(free, default=0), len(free) < len(plan.rows))
+
+    def stage(self, plan: StepPlan, key: Key) -> Staged:
+        """Begin and lengthen the plan's rows, and send what its graph reads."""
+        for start in plan.starts:
+            self.begin(start)
+        for growth in plan.growths:
+            self.grow(growth)
+        free = [i for i, chunk in enumerate(plan.chunks) if not chunk]
+        order = [(i, 0, 0, plan.emits[i]) for i in free]
+        results = {i: place for place, i in enumerate(free)}
+        forced = [i for i, chunk in enumerate(plan.chunks) if chunk]
+        for i in forced:
+            size = len(plan.chunks[i])
+            for at in range(0, size, PIECE):
+                results[i] = len(order)
+                order.append((i, at, min(PIECE, size - at), at + PIECE >= size and plan.emits[i]))
+        self._fill(plan, order, len(free))
+        for i in forced:
+            self._known[plan.rows[i]] += len(plan.chunks[i])
+        return Staged(key, tuple(results[i] for i in range(len(plan.rows))))
+
+    def silence(self) -> None:
+        """Send a step without rows: a graph that runs on it touches nothing."""
+        for name in ("live", "free", "pieces", "piece_places"):
+            self._inputs.host[name][:] = 0
+        self._inputs.send()
+
+    def _fill(self, plan: StepPlan, order: list[tuple[int, int, int, bool]], free: int) -> None:
+        """order: of each place, its plan row, where its piece begins in the chunk, the piece's tokens, whether it emits."""
+        host, live = self._inputs.host, len(order)
+        ids = np.array([plan.rows[i] for i, *_ in order], np.int64)
+        known = [self._rows[row] for row in ids.tolist()]
+        host["live"][0], host["free"][0] = live, free
+        host["ids"][:live] = ids
+        host["chunks"][:live] = [size for _, _, size, _ in order]
+        host["emits"][:live] = [emits for *_, emits in order]
+        host["forced"][:live] = np.arange(live) >= free
+        host["budgets"][:live] = [plan.budgets[i] if not size else 0 for i, _, size, _ in order]
+        host["bases"][:live] = [self._known[plan.rows[i]] + at if size else 0 for i, at, size, _ in order]
+        host["offsets"][:live] = np.cumsum([0, *(size for _, _, size, _ in order)])[:-1]
+        host["numbers"][:live] = [row.numbers for row in known]
+        host["temperature"][:live] = host["numbers"][:live, 0]
+        host["top_k"][:live] = [min(row.params.top_k, (1 << 31) - 1) for row in known]
+        host["seeds"][:live] = [row.params.seed or 0 for row in known]
+        host["draft_seeds"][:live] = host["seeds"][:live] ^ (_OWN_NOISE if self._noise == "own" else 0)
+        host["history_rows"][:live] = np.where([row.penalised for row in known], ids, -1)
+        pieces = len(host["piece_places"])
+        host["piece_places"][:] = np.minimum(free + np.arange(pieces), live - 1)
+        host["pieces"][0] = live - free
+        self._fill_bias([row.bias if emits else None for row, (*_, emits) in zip(known, order, strict=True)])
+        self._inputs.send()
+        self._tables.host["table"][:live] = self._pages[ids]
+        self._tables.send()
+        if live > free:
+            tokens = [token for i, at, size, _ in order if size for token in plan.chunks[i][at : at + size]]
+            self._prompt.host["tokens"][: len(tokens)] = tokens
+            self._prompt.send()
+
+    def _fill_bias(self, given: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]] | None]) -> None:
+        pointers, at = self._inputs.host["bias_ptr"], 0
+        pointers[0] = 0
+        for place, bias in enumerate(given):
+            if bias is not None and len(bias[0]):
+                self._bias.host["ids"][at : at + len(bias[0])] = bias[0]
+                self._bias.host["values"][at : at + len(bias[0])] = bias[1]
+                at += len(bias[0])
+            pointers[place + 1] = at
+        pointers[len(given) + 1 :] = at
+        if at:
+            self._bias.send()
+
+    # --------------------------------------------------------------------------------------------- what kernels are given
+
+    def given(self, name: str, places: int) -> Tensor:
+        """An input of the first `places` places (or the counters, whole)."""
+        x = self._inputs.device[name]
+        return x if name in ("live", "free", "pieces", "piece_places") else x[:places]
+
+    def table(self, places: int) -> Tensor:
+        """Page tables int32 [places, width]."""
+        return self._tables.device["table"][:places]
+
+    def places(self, places: int) -> Places:
+        """What `begin`, `select` and `advance` read."""
+        names = ("live", "free", "ids", "bases", "chunks", "offsets", "emits")
+        return Places(**{name: self.given(name, places) for name in names}, prompt=self._prompt.device["tokens"])
+
+    def params(self, places: int) -> Params:
+        """What `choose` reads."""
+        return Params(
+            self.given("numbers", places), self.given("top_k", places), self.given("seeds", places),
+            self.given("bias_ptr", places + 1), self._bias.device["ids"], self._bias.device["values"],
+            self.state.history, self.given("history_rows", places),
+        )  # fmt: skip
+
+
+def _fields(places: int, pieces: int) -> Fields:
+    longs, ints = torch.int64, torch.int32
+    one = [(name, ints, (1,)) for name in ("live", "free", "pieces")]
+    each = [(name, longs, (places,)) for name in ("ids", "bases", "seeds", "draft_seeds")]
+    each += [(name, ints, (places,)) for name in ("chunks", "offsets", "budgets", "top_k", "history_rows")]
+    each += [("emits", torch.uint8, (places,)), ("forced", torch.uint8, (places,))]
+    rest: Fields = [
+        ("numbers", torch.float32, (places, 8)), ("temperature", torch.float32, (places,)),
+        ("bias_ptr", ints, (places + 1,)), ("piece_places", longs, (pieces,)),
+    ]  # fmt: skip
+    return [*one, *each, *rest]

@@ -1,0 +1,170 @@
+"""Launches steps on a GPU and reads them one later. The host sends what changed, replays a graph, and copies the results away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draftwood.config import Plan
+from draftwood.engine.cuda.graph import Buffers, CudaParts, CudaStep, Results
+from draftwood.engine.cuda.record import Graphs, Immediate, Launch, Recorder
+from draftwood.engine.cuda.state import DeviceRows, Staged, carve, pinned
+from draftwood.engine.request import SamplingParams
+from draftwood.engine.scheduler import Start, StepPlan
+from draftwood.engine.step import StepResult
+from draftwood.errors import RequestError
+from draftwood.model.cuda.keys import Key, Sizes
+from draftwood.spec.accept import Path
+from draftwood.spec.tree import Tree
+
+
+class CudaStepper:
+    """Steps of one engine on one GPU. With `graphs` off, on a CPU or to find a fault, launches are made one by one."""
+
+    ahead = 1
+
+    def __init__(self, parts: CudaParts, plan: Plan, graphs: bool = True) -> None:
+        """Allocate what all steps share. Raises ConfigError for sizes that no kernel takes."""
+        self.parts, self.plan, self.sizes = parts, plan, Sizes.of(plan)
+        self.device = parts.target.device
+        parts.target.reserve(self.sizes.buckets())
+        if parts.drafter is not None and parts.draft_kv is not None:
+            parts.drafter.reserve(self.sizes.all_draft_buckets(parts.draft_kv.keys.shape[2]))
+        self.rows = DeviceRows(self.sizes, plan.max_num_seqs, parts.kv.sink, parts.vocab, self.device, parts.noise)
+        self.buffers = Buffers(self.sizes, parts.vocab, self.device)
+        self.recorder: Recorder = Graphs(self.device) if graphs else Immediate()
+        self._steps: dict[Key, CudaStep] = {}
+        self._launches: dict[Key, Launch] = {}
+
+    def refuse(self, params: SamplingParams) -> None:
+        """Raise RequestError for what the kernels do not know yet."""
+        if params.grammar is not None:
+            raise RequestError(f"{params.grammar.param} is not supported on --device cuda yet", params.grammar.param)
+        if params.min_tokens:
+            raise RequestError("min_tokens is not supported on --device cuda yet", "min_tokens")
+        if params.logprobs:
+            message = (
+                f"log-probabilities of the {params.logprobs} likeliest tokens are not supported on --device cuda yet; ask for 0"
+            )
+            raise RequestError(message, "logprobs")
+
+    def step_of(self, key: Key) -> CudaStep:
+        """The launches of a key."""
+        if key not in self._steps:
+            self._steps[key] = CudaStep(self.parts, self.rows, self.buffers, self.sizes, key)
+        return self._steps[key]
+
+    @torch.inference_mode()
+    def prepare(self, key: Key) -> Launch:
+        """Record the graph of a key, if it was not yet. Rows keep their state: it runs once without any."""
+        if key not in self._launches:
+            self.rows.silence()
+            self._launches[key] = self.recorder.record(self.step_of(key).run)
+        return self._launches[key]
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, trace: bool = False) -> Flying:
+        """Send what changed, start the step's graph, and copy its results away behind it."""
+        for start in plan.starts:
+            self._restore(start)
+        staged = self.stage(plan)
+        self._launches[staged.key]()
+        return self._fetch(plan, staged, trace)
+
+    def stage(self, plan: StepPlan) -> Staged:
+        """Make the device ready for a plan's graph."""
+        key = self.rows.key(plan)
+        self.prepare(key)
+        return self.rows.stage(plan, key)
+
+    def _restore(self, start: Start) -> None:
+        """Fill the drafter's window of a row that begins on shared pages."""
+        window, page = self.parts.draft_kv, self.plan.page_size
+        if not start.cached or window is None:
+            return
+        at = np.array(start.pages[: -(-start.cached // page)], np.int64)[:, None] * page + np.arange(page)
+        staged = pinned(8 * start.cached, self.device).view(torch.int64)
+        staged.copy_(torch.from_numpy(at.ravel()[: start.cached]))
+        window.restore(start.row, staged.to(self.device, non_blocking=True))
+
+    def _fetch(self, plan: StepPlan, staged: Staged, trace: bool) -> Flying:
+        step = self.step_of(staged.key)
+        raw = self._copy(step.results.raw)
+        live = max(staged.results) + 1
+        trees = step.trees
+        nodes = [trees.tokens, trees.parents, trees.depths, trees.logprob] if trace else []
+        arrays = [self._copy(x[:live].reshape(-1).view(torch.uint8)) for x in nodes]
+        done = None
+        if self.device.type == "cuda":
+            done = torch.cuda.Event(blocking=False)
+            done.record()
+        return Flying(plan, staged, step.places, self.sizes.path, raw, arrays, done)
+
+    def _copy(self, x: Tensor) -> Tensor:
+        """Bytes on their way to the host."""
+        to = pinned(len(x), self.device)
+        to.copy_(x, non_blocking=True)
+        return to
+
+
+@dataclass(frozen=True)
+class Flying:
+    """A step on its way. raw: its Results; arrays: tokens, parents, depths, logprob [places, 65] of its trees, when traced."""
+
+    plan: StepPlan
+    staged: Staged
+    places: int
+    width: int
+    raw: Tensor
+    arrays: list[Tensor]
+    done: torch.cuda.Event | None
+
+    def read(self) -> StepResult:
+        """Wait for the copies and return the result in the plan's order."""
+        if self.done is not None:
+            self.done.synchronize()
+        views = {k: v.numpy() for k, v in carve(self.raw, Results.fields(self.places, self.width)).items()}
+        at = np.array(self.staged.results, np.int64)
+        chunks = np.array([len(chunk) for chunk in self.plan.chunks], np.int64)
+        forced = chunks > 0
+        nodes, counts = np.where(forced, chunks, views["nodes"][at]), np.where(forced, chunks, views["counts"][at])
+        path = Path(
+            nodes=torch.from_numpy(self._paths(views["path"][at], chunks)),
+            counts=torch.from_numpy(counts),
+            tokens=torch.from_numpy(views["tokens"][at]),
+            emitted=torch.from_numpy(views["emitted"][at]),
+            final=torch.from_numpy(views["final"][at]),
+            logprobs=torch.from_numpy(views["logprobs"][at]),
+            chosen=torch.full((len(at), self.width), -1),
+        )
+        return StepResult(self._tree(at, nodes, chunks), path, {}, None, None)
+
+    def _paths(self, found: NDArray[np.int64], chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Paths as wide as the longest chunk, whose path is all of it."""
+        out = np.full((len(chunks), max(found.shape[1], int(chunks.max()))), -1, np.int64)
+        out[:, : found.shape[1]] = found
+        order = np.arange(out.shape[1])
+        return np.where(chunks[:, None] > 0, np.where(order < chunks[:, None], order, -1), out)
+
+    def _tree(self, at: NDArray[np.int64], counts: NDArray[np.int64], chunks: NDArray[np.int64]) -> Tree:
+        """The trees, without their nodes unless they were traced."""
+        width = int(counts.max()) if self.arrays else 0
+        tokens, parents, depths = (np.zeros((len(at), width), np.int64) for _ in range(3))
+        logprob = np.zeros((len(at), width), np.float32)
+        if self.arrays:
+            outs: tuple[NDArray[Any], ...] = (tokens, parents, depths, logprob)
+            for out, flat in zip(outs, self.arrays, strict=True):
+                found = flat.numpy().view(out.dtype).reshape(max(self.staged.results) + 1, -1)[at]
+                least = min(width, found.shape[1])
+                out[:, :least] = found[:, :least]
+            for i, chunk in enumerate(self.plan.chunks):
+                if chunk:
+                    n = len(chunk)
+                    tokens[i, :n], parents[i, :n], depths[i, :n], logprob[i] = chunk, np.arange(-1, n - 1), np.arange(n), 0
+        parts = (torch.from_numpy(x) for x in (tokens, parents, depths, counts, chunks > 0, logprob))
+        return Tree(*parts)

@@ -1,0 +1,135 @@
+"""Which sizes steps are captured for. No torch.
+
+A step has *places*: rows that decode first, then pieces of prompts, at most 64 known tokens each, cut at multiples of 64. Graphs
+are keyed by the number of decoding rows and the largest budget, both rounded up, and by whether there are pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftwood.config import PAGE_SIZE, Plan
+from draftwood.model.costs import Table
+from draftwood.model.cuda.bucket import Bucket, DraftBucket
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+BUDGETS = (0, 8, 16, 32, 64)
+SEGMENT = 8192
+"""Tokens of the vocabulary that one block of the choosing kernels reads (kernels/tree/numbers.py)."""
+BIASES = 1024
+"""Most entries of a request's logit_bias (engine/request.py)."""
+PIECE = PAGE_SIZE
+"""Most tokens of a piece: what a chunk committed does not depend on where it was cut, for it is always cut here."""
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """A graph: `rows` decoding rows of at most `budget` nodes beyond the root, and pieces of prompts beside them or none."""
+
+    rows: int
+    budget: int
+    prompts: bool
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a Plan's steps may need. pieces: most of a step; path: most nodes a walk accepts; width: pages of a table's row, the
+    last of which are never a row's own; context: most committed tokens of a row."""
+
+    rows: tuple[int, ...]
+    budgets: tuple[int, ...]
+    pieces: int
+    path: int
+    block: int
+    width: int
+    context: int
+
+    @staticmethod
+    def of(plan: Plan) -> Sizes:
+        """The sizes of a plan."""
+        return Sizes.make(plan.max_model_len, plan.max_num_seqs, plan.block, plan.max_budget, plan.prefill_chunk)
+
+    @staticmethod
+    def make(context: int, rows: int, block: int, budget: int, chunk: int) -> Sizes:
+        """The sizes for up to `rows` (1..128) requests of up to `context` tokens, trees of up to `budget` nodes beyond the root,
+        and `chunk` prompt tokens a step. A row that ended may run once more, so lengths can pass the context by a block."""
+        path = max(block, 1)
+        budgets = BUDGETS[: 1 + next(i for i, b in enumerate(BUDGETS) if b >= (budget if block else 0))]
+        return Sizes(
+            rows=ROWS[: 1 + next(i for i, r in enumerate(ROWS) if r >= rows)],
+            budgets=budgets,
+            pieces=chunk // PIECE,
+            path=path,
+            block=block,
+            width=-(-(context + path + 1 + budgets[-1]) // PAGE_SIZE) + 1,
+            context=context + path,
+        )
+
+    @property
+    def places(self) -> int:
+        """Most places of a step."""
+        return self.rows[-1] + self.pieces
+
+    def key(self, rows: int, budget: int, prompts: bool) -> Key:
+        """The smallest graph that holds such a step. Beside prompts there is one with the largest trees and one without."""
+        up = next(r for r in self.rows if r >= rows)
+        nodes = next(b for b in self.budgets if b >= budget)
+        return Key(up, (self.budgets[-1] if budget else 0) if prompts else nodes, prompts)
+
+    def keys(self) -> list[Key]:
+        """All graphs, the largest first."""
+        decoding = [Key(r, b, False) for r in self.rows for b in self.budgets]
+        beside = [Key(r, b, True) for r in self.rows for b in sorted({0, self.budgets[-1]})]
+        return sorted(decoding + beside, reverse=True)
+
+    def places_of(self, key: Key) -> int:
+        """Places of a graph."""
+        return key.rows + (self.pieces if key.prompts else 0)
+
+    def bucket(self, key: Key) -> Bucket:
+        """Capacities of the target's forward in a graph."""
+        free = key.rows * (1 + key.budget)
+        if not key.prompts:
+            return Bucket(key.rows, 1 + key.budget, free, free, self.context)
+        nodes = max(PIECE, 1 + key.budget)
+        return Bucket(self.places_of(key), nodes, free + self.pieces * PIECE, free + self.pieces, self.context)
+
+    def buckets(self) -> list[Bucket]:
+        """Capacities of all graphs."""
+        return [self.bucket(key) for key in self.keys()]
+
+    def draft_buckets(self, key: Key, capacity: int) -> tuple[DraftBucket, DraftBucket | None]:
+        """The drafter's buckets of a graph: of decoding rows, and of pieces where there are any. capacity: of a window."""
+        free = DraftBucket(key.rows, self.block, self.path, capacity)
+        return free, DraftBucket(self.pieces, self.block, PIECE, capacity) if key.prompts else None
+
+    def all_draft_buckets(self, capacity: int) -> list[DraftBucket]:
+        """All of them, each once."""
+        found = {b for key in self.keys() for b in self.draft_buckets(key, capacity) if b is not None}
+        return sorted(found, key=lambda b: (b.rows, b.path))
+
+
+GRAPH_BYTES = 12_000
+"""What the driver keeps for one launch of a graph (an estimate; it is not ours to allocate)."""
+
+
+def step_memory(sizes: Sizes, rows: int, vocab: int) -> Table:
+    """Bytes that a stepper allocates beside the models' workspaces: state of rows and what is sent, and buffers of a step."""
+    places, pieces = sizes.places, max(sizes.pieces, 1)
+    one = 3 * 16 + sum(_up(places * n) for n in (8, 8, 8, 8, 4, 4, 4, 4, 4, 1, 1, 32, 4)) + _up(4 * places + 4) + _up(8 * pieces)
+    state = one + rows * (16 + 4 * vocab + 8 * BIASES) + 4 * (places * sizes.width + pieces * PIECE)
+    tokens = max(b.tokens for b in sizes.buckets())
+    verified = max(b.verified for b in sizes.buckets())
+    segments = -(-vocab // SEGMENT)
+    trees = places * (65 * (4 * 8 + 4 + 16) + 8)
+    flat = places * (8 + 65 * 8) + 4 + tokens * 7 * 8
+    accept = verified * (12 + segments * (8 + 8 + 8 + 64 * 8)) + places * 65 * 4
+    chosen = verified * 24 + 4 + places * (8 + 8 * sizes.path) + pieces * PIECE * 8
+    results = sum(_up(places * 8) for _ in range(5)) + 2 * _up(places * sizes.path * 8) + _up(places * sizes.path * 4)
+    depth = sizes.block - 1
+    candidates = sizes.rows[-1] * depth * (segments * (64 * 8 + 8) + 64 * 12 + 4) if sizes.block else 0
+    return (("rows", state), ("step buffers", trees + flat + accept + chosen + results + candidates))
+
+
+def _up(size: int) -> int:
+    return -(-size // 16) * 16

@@ -1,0 +1,253 @@
+"""The device's step, run on the CPU by the kernels' references: the CPU engine's tokens whatever the tree, batch and loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import pytest
+import torch
+
+from draftwood import samples
+from draftwood.engine.request import SamplingParams
+from draftwood.errors import RequestError
+from draftwood.kernels.rows import op as rows_op
+from draftwood.kernels.rows import ref as rows_ref
+from draftwood.llm import LLM
+from draftwood.model.cuda import keys
+from draftwood.model.cuda.keys import Key, Sizes
+from tests import cuda_refs
+from tests.engine.cuda_nano import decode, engine, made_plan
+
+NEAR_TIE = 0.25
+"""Logits between the best two choices that bfloat16 may swap."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def references():
+    patch = pytest.MonkeyPatch()
+    cuda_refs.replace(patch)
+    for name in ("begin", "select", "advance", "synthetic"):
+        patch.setattr(rows_op, name, getattr(rows_ref, name))
+    yield
+    patch.undo()
+
+
+@cache
+def host() -> LLM:
+    return LLM("nano", device="cpu", tree_budget=0)
+
+
+def text(n: int) -> tuple[int, ...]:
+    """The first n tokens of the built-in prompts, one after another."""
+    ids = [i for sample in samples.SAMPLES for i in samples.encode(sample, host())]
+    return tuple(ids[:n])
+
+
+@cache
+def expected(prompt: tuple[int, ...], params: SamplingParams) -> tuple[list[int], list[float]]:
+    """What the CPU engine decodes without trees, and how far ahead each token was."""
+    llm = host()
+    llm.engine.records = []
+    (completion,) = llm.generate(list(prompt), params)
+    gaps = [gap for record in llm.engine.records for row in record.rows for gap in row.gaps]
+    llm.engine.records = None
+    return completion.token_ids, gaps
+
+
+def agree(got: list[int], prompt: tuple[int, ...], params: SamplingParams) -> int:
+    """Assert that tokens are the CPU engine's up to the first near-tie; return how many were compared."""
+    want, gaps = expected(prompt, params)
+    for place, (a, b) in enumerate(zip(got, want, strict=False)):
+        if a != b:
+            assert gaps[place] <= NEAR_TIE, f"token {place} is {a}, not {b}, which was {gaps[place]:.3f} ahead"
+            return place
+    assert len(got) == len(want)
+    return len(want)
+
+
+class Hashable(SamplingParams):
+    """Parameters that a cache can have as key."""
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+def ask(**values) -> SamplingParams:
+    return Hashable(**values)
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        0,
+        pytest.param(1, marks=pytest.mark.slow),
+        8,
+        pytest.param(16, marks=pytest.mark.slow),
+        pytest.param(64, marks=pytest.mark.slow),
+    ],
+)
+def test_greedy_and_sampled_tokens_are_the_cpu_engines(budget):
+    some = engine(tree_budget=budget)
+    asks = [
+        (text(30), ask(max_tokens=14)),
+        (text(65), ask(max_tokens=12, temperature=0.8, seed=7, top_p=0.95)),
+        (text(9), ask(max_tokens=10, temperature=1.0, seed=-3, top_k=40, min_p=0.02)),
+    ]
+    compared = sum(agree(got, *one) for got, one in zip(decode(some, asks), asks, strict=True))
+    assert compared >= 24
+    if budget >= 8:
+        assert some.totals.decoded > 1.3 * some.totals.row_steps, "trees must be of use"
+
+
+MIXED = [
+    (text(1), ask(max_tokens=9, tree_budget=0)),
+    (text(63), ask(max_tokens=5, tree_budget=8)),
+    (text(64), ask(max_tokens=7, temperature=0.7, seed=11)),
+    (text(65), ask(max_tokens=1)),
+    (text(200), ask(max_tokens=8, tree_budget=3, repetition_penalty=1.2, frequency_penalty=0.4)),
+    (text(130), ask(max_tokens=6, temperature=1.2, seed=5, logit_bias={11: 4.0, 220: -100.0}, presence_penalty=0.5)),
+    (text(20), ask(max_tokens=12, tree_budget=16, stop_token_ids=(11,))),
+]
+
+
+@cache
+def alone() -> tuple[tuple[int, ...], ...]:
+    """Each of MIXED by itself, without trees."""
+    return tuple(
+        tuple(decode(engine(tree_budget=16), [(prompt, ask(**{**vars(params), "tree_budget": 0}))])[0]) for prompt, params in MIXED
+    )
+
+
+@pytest.mark.slow
+def test_the_cpu_engine_agrees_on_each_alone():
+    for got, (prompt, params) in zip(alone(), MIXED, strict=True):
+        agree(list(got), prompt, params)
+
+
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_prompts_of_any_length_beside_rows_that_come_and_go(rows):
+    """Rows beyond the few that run wait; pieces of prompts run beside trees; the loop is a step ahead."""
+    some = engine(tree_budget=16, max_num_seqs=rows, max_num_batched_tokens=128)
+    assert [tuple(t) for t in decode(some, MIXED)] == list(alone())
+
+
+def test_the_plain_loop_gives_the_same():
+    some = engine(tree_budget=16, max_num_batched_tokens=64)
+    some.ahead = 0
+    assert [tuple(t) for t in decode(some, MIXED)] == list(alone())
+
+
+def test_what_a_prompt_commits_does_not_depend_on_its_chunks():
+    caches = []
+    for chunk in (64, 128, 512):
+        some = engine(tree_budget=8, max_num_batched_tokens=chunk)
+        some.add(text(200), ask(max_tokens=1))
+        while not some.idle:
+            some.step()
+        slots = [int(p) * 64 + i for p in some.stepper.rows._pages[0][:4] for i in range(64)][:200]
+        window = some.parts.draft_kv
+        caches.append((some.parts.kv.cache[:, slots], window.keys[:, 0, :200], window.values[:, 0, :200]))
+    for other in caches[1:]:
+        assert all(bool((a == b).all()) for a, b in zip(caches[0], other, strict=True))
+
+
+def test_aborted_rows_leave_the_others_alone():
+    some = engine(tree_budget=8, max_num_seqs=3)
+    ids = [some.add(prompt, params) for prompt, params in MIXED[:5]]
+    out = {i: [] for i in ids}
+    for tick in range(200):
+        if tick == 2:
+            some.abort(ids[1])
+        if tick == 4:
+            some.abort(ids[4])
+        if some.idle:
+            break
+        for output in some.step():
+            out[output.request_id] += output.token_ids
+    assert some.scheduler.available == some.plan.num_pages
+    assert [tuple(out[ids[i]]) for i in (0, 2, 3)] == [alone()[i] for i in (0, 2, 3)]
+
+
+@pytest.mark.slow
+def test_hits_in_the_prefix_cache_and_preemption_change_nothing():
+    some = engine(tree_budget=8, max_num_seqs=2, enable_prefix_caching=True, pages=7)
+    first, second = (text(170), ask(max_tokens=24, ignore_eos=True)), (text(175)[::-1], ask(max_tokens=22, ignore_eos=True))
+    want = [decode(engine(tree_budget=8), [one])[0] for one in (first, second)]
+    assert decode(some, [first, second]) == want
+    assert some.scheduler.preemptions > 0
+    before = some.totals.prompt_tokens
+    assert decode(some, [second]) == want[1:]
+    assert some.totals.prompt_tokens - before < 64, "two pages of the prompt are in the cache"
+
+
+def test_results_tell_trees_log_probabilities_and_steps():
+    some = engine(tree_budget=8)
+    some.records = []
+    prompt, params = text(70), ask(max_tokens=8, logprobs=0, ignore_eos=True)
+    some.add(prompt, params)
+    scores, tokens = [], []
+    while not some.idle:
+        for output in some.step():
+            scores += output.logprobs
+            tokens += output.token_ids
+    assert len(scores) == len(tokens) == 8 and all(s <= 0 for s in scores)
+    rows = [row for record in some.records for row in record.rows]
+    assert rows[0].forced and rows[0].tokens == list(prompt) and rows[0].committed == tokens[:1]
+    at = len(prompt)
+    for row in rows[1:]:
+        n = len(row.tokens)
+        assert row.length == at and row.tokens[0] == tokens[at - len(prompt)] and n in (1, 9)
+        assert all(row.parents[i] < i and row.depths[i] == row.depths[row.parents[i]] + 1 for i in range(1, n))
+        assert [row.tokens[i] for i in row.path[1:]] == row.committed[:-1] and len(row.logprob) == n
+        at += len(row.path)
+    assert max(len(row.tokens) for row in rows[1:]) == 9
+
+
+def test_synthetic_acceptance_returns_what_was_asked_for():
+    some = engine(tree_budget=8, tree_spine=True, synthetic_accept=3.5)
+    decode(some, [(text(20), ask(max_tokens=120, ignore_eos=True)), (text(30), ask(max_tokens=120, ignore_eos=True))])
+    assert abs(some.totals.decoded / some.totals.row_steps - 3.5) < 0.4
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_what_the_kernels_do_not_know_is_refused_by_name(values, param):
+    some = engine(tree_budget=0)
+    with pytest.raises(RequestError, match="not supported on --device cuda") as refused:
+        some.add(text(5), SamplingParams(**values))
+    assert refused.value.param == param
+
+
+def test_sizes_cover_every_step_that_a_plan_allows():
+    sizes = Sizes.of(made_plan(tree_budget=17, max_num_seqs=9)[0])
+    assert sizes.rows == (1, 2, 4, 8, 16) and sizes.budgets == (0, 8, 16, 32) and sizes.pieces == 8
+    assert sizes.key(9, 17, False) == Key(16, 32, False) and sizes.key(3, 1, True) == Key(4, 32, True)
+    assert set(sizes.keys()) >= {sizes.key(r, b, p) for r in range(1, 10) for b in range(18) for p in (False, True)}
+    for key in list(sizes.keys()):
+        bucket = sizes.bucket(key)
+        assert bucket.nodes <= 65 and bucket.tokens >= key.rows * (1 + key.budget)
+
+
+def test_what_is_allocated_is_what_the_arithmetic_says():
+    def held(x, seen) -> int:
+        if isinstance(x, torch.Tensor):
+            store = x.untyped_storage()
+            return 0 if store.data_ptr() in seen else seen.add(store.data_ptr()) or store.nbytes()
+        if dataclasses.is_dataclass(x):
+            return sum(held(getattr(x, f.name), seen) for f in dataclasses.fields(x))
+        return 0
+
+    some = engine(tree_budget=16, max_num_seqs=3)
+    rows, buffers, sizes = some.stepper.rows, some.stepper.buffers, some.stepper.sizes
+    there = [m._there for m in (rows._inputs, rows._tables, rows._bias, rows._prompt)]
+    found = {"rows": held(rows.state, set()) + sum(x.nbytes for x in there), "step buffers": 0}
+    seen: set[int] = set()
+    found["step buffers"] = sum(held(x, seen) for x in vars(buffers).values())
+    assert found == dict(keys.step_memory(sizes, 3, some.parts.vocab))
