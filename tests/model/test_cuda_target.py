@@ -15,34 +15,65 @@ from draftwood.model.cuda.bucket import Bucket
 from draftwood.model.cuda.pack import pack_target
 from draftwood.model.cuda.target import CudaTarget
 from draftwood.model.kimi import Target
-from draftwood.model.weights import TargetWeights, load_target
+from draftwood.model.weights import ExpertWeights, MoEWeights, TargetWeights, dummy_target, load_target
 from draftwood.parallel.comm import Local
 from draftwood.parallel.layout import Layout
 from tests.cuda_refs import Calls, cuda_refs  # noqa: F401
 from tests.cuda_tools import Memory, Row, Step, chain, chunk, poison
-from tests.model.tools import random_tokens, random_tree
+from tests.model.test_cuda_work import NARROW
+from tests.model.tools import Exchange, ThreadComm, random_tokens, random_tree, shake
 
-TAPS = (6, 1, 7)
 TREE = [-1, 0, 0, 1, 1, 2, 3]
 
 
-def nano_config() -> ModelConfig:
-    return read_model_config(nano.path())
+def loaded(name: str, dtype: torch.dtype) -> tuple[ModelConfig, TargetWeights]:
+    """Nano, or random weights of a narrow K2 with padded experts and odd inner sizes."""
+    if name == "nano":
+        config = read_model_config(nano.path())
+        return config, load_target(nano.path(), config, Layout(), dtype, "cpu")
+    return NARROW, cast(narrow(Layout()), dtype)
 
 
-def nano_weights() -> TargetWeights:
-    return load_target(nano.path(), nano_config(), Layout(), torch.bfloat16, "cpu")
+def narrow(layout: Layout) -> TargetWeights:
+    """Random weights whose routers rarely have near-ties: what is compared is arithmetic."""
+    weights = dummy_target(NARROW, layout, torch.bfloat16, "cpu", seed=3)
+    shake(weights, 5)
+    for layer in weights.layers:
+        if isinstance(layer.mlp, MoEWeights):
+            layer.mlp.bias.mul_(4)
+    return weights
+
+
+def cast(weights: TargetWeights, dtype: torch.dtype) -> TargetWeights:
+    """The same values in another type; what is packed or float32 stays."""
+
+    def change(x: object) -> object:
+        if isinstance(x, Tensor):
+            return x.to(dtype) if x.dtype == torch.bfloat16 else x
+        if isinstance(x, list):
+            return [change(part) for part in x]
+        return x if isinstance(x, ExpertWeights | int) else type(x)(**{k: change(v) for k, v in vars(x).items()})
+
+    changed = change(weights)
+    assert isinstance(changed, TargetWeights)
+    return changed
 
 
 @cache
-def reference() -> Target:
+def reference(name: str) -> Target:
     """model.kimi in float32, from the same bfloat16 weights."""
-    weights = load_target(nano.path(), nano_config(), Layout(), torch.float32, "cpu")
-    return Target(nano_config(), weights, Layout(), Local(), TAPS, torch.float32)
+    config, weights = loaded(name, torch.float32)
+    return Target(config, weights, Layout(), Local(), taps(config), torch.float32)
 
 
-def target() -> CudaTarget:
-    return CudaTarget(nano_config(), pack_target(nano_config(), nano_weights(), "cpu"), Layout(), Local(), TAPS)
+def taps(config: ModelConfig) -> tuple[int, ...]:
+    """Some layers, the last one among them, not in order."""
+    return (config.num_layers - 2, 0, config.num_layers - 1)
+
+
+def target(name: str = "nano") -> CudaTarget:
+    config, weights = loaded(name, torch.bfloat16)
+    return CudaTarget(config, pack_target(config, weights, "cpu"), Layout(), Local(), taps(config))
 
 
 def prompt(n: int, seed: int) -> list[int]:
@@ -57,9 +88,9 @@ class _Slots:
         self.prefix, self.nodes = torch.arange(length)[None], torch.arange(length, length + nodes)[None]
 
 
-def expected(context: list[int], tokens: list[int], parents: list[int]) -> tuple[Tensor, Tensor]:
+def expected(name: str, context: list[int], tokens: list[int], parents: list[int]) -> tuple[Tensor, Tensor]:
     """Logits and taps of a tree after `context`, by the reference."""
-    model, n, length = reference(), len(tokens), len(context)
+    model, n, length = reference(name), len(tokens), len(context)
     cache = torch.zeros(model.config.num_layers, length + n, model.config.latent_width)
 
     def run(tokens: list[int], parents: list[int], at: int) -> tuple[Tensor, Tensor]:
@@ -74,39 +105,41 @@ def expected(context: list[int], tokens: list[int], parents: list[int]) -> tuple
 
     if context:
         run(context, chain(length), 0)
-    logits, taps = run(tokens, parents, length)
-    return logits, taps[0]
+    logits, kept = run(tokens, parents, length)
+    return logits, kept[0]
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
-    """Distances by node, as shares of the reference's length: what bfloat16 gives, and where a near-tie of a router fell the
-    other way a few times that."""
+    """Distances by node, as shares of the reference's length: what bfloat16 gives; more at the few nodes where a near-tie of a
+    router fell the other way."""
     distance = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1)
-    assert torch.isfinite(ours).all() and float(distance.median()) < 0.015 and float(distance.max()) < 0.2, distance
+    assert torch.isfinite(ours).all() and float(distance.median()) < 0.03, distance
+    assert float((distance > 0.1).float().mean()) < 0.1, distance
 
 
-def test_chunks_and_trees_give_the_reference_s_logits_and_taps(cuda_refs: Calls) -> None:  # noqa: F811
-    ours, contexts = target(), [prompt(70, 1), prompt(9, 2)]
+@pytest.mark.parametrize("name", ["nano", "narrow"])
+def test_chunks_and_trees_give_the_reference_s_logits_and_taps(cuda_refs: Calls, name: str) -> None:  # noqa: F811
+    ours, contexts = target(name), [prompt(70, 1), prompt(9, 2)]
     buckets = [Bucket(4, 64, 128, 128, 256), Bucket(3, 9, 27, 27, 256)]
     ours.reserve(buckets)
     poison(ours)
     memory = Memory(ours.config, 2, 3, "cpu")
     prefill, decode = (ours.bind(b) for b in buckets)
     rows = [*chunk(0, contexts[0]), *chunk(1, contexts[1])]
-    logits, taps = Step.make(buckets[0], rows, memory).run(prefill, memory.cache)
+    logits, kept = Step.make(buckets[0], rows, memory).run(prefill, memory.cache)
     at = 0
     for context in contexts:
-        want, features = expected([], context, chain(len(context)))
+        want, features = expected(name, [], context, chain(len(context)))
         close(logits[at : at + len(context)], want)
-        close(taps[at : at + len(context)], features)
+        close(kept[at : at + len(context)], features)
         at += len(context)
     trees = [prompt(7, 3), prompt(5, 4)]
     rows = [Row(1, 9, trees[0], TREE), Row(0, 70, trees[1], random_tree(5, 5))]
-    logits, taps = Step.make(buckets[1], rows, memory).run(decode, memory.cache)
+    logits, kept = Step.make(buckets[1], rows, memory).run(decode, memory.cache)
     for part, context, row in ((slice(0, 7), contexts[1], rows[0]), (slice(7, 12), contexts[0], rows[1])):
-        want, features = expected(context, list(row.tokens), list(row.parents))
+        want, features = expected(name, context, list(row.tokens), list(row.parents))
         close(logits[part], want)
-        close(taps[part], features)
+        close(kept[part], features)
 
 
 def test_only_the_verified_nodes_get_logits_and_they_are_the_same(cuda_refs: Calls) -> None:  # noqa: F811
@@ -147,3 +180,26 @@ def test_more_nodes_than_the_router_takes_go_through_it_in_parts(cuda_refs: Call
         memory = Memory(ours.config, 2, 2, "cpu")
         found.append(Step.make(bucket, rows, memory).run(ours.bind(bucket), memory.cache))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+def test_ranks_together_are_the_whole(cuda_refs: Calls) -> None:  # noqa: F811
+    """Two by two: experts are placed whole on pairs of ranks, which cut their columns. Sums are added, logits joined."""
+    bucket, world = Bucket(2, 16, 32, 32, 128), 4
+    rows = [Row(0, 0, prompt(11, 1), chain(11)), Row(1, 0, prompt(7, 9), TREE)]
+
+    def run(ours: CudaTarget) -> tuple[Tensor, Tensor]:
+        ours.reserve([bucket])
+        poison(ours)
+        memory = Memory(ours.config, 2, 2, "cpu")
+        return Step.make(bucket, rows, memory).run(ours.bind(bucket), memory.cache)
+
+    def rank(comm: ThreadComm) -> Tensor:
+        layout = Layout(2, 2, comm.rank)
+        logits, kept = run(CudaTarget(NARROW, pack_target(NARROW, narrow(layout), "cpu"), layout, comm, taps(NARROW)))
+        return torch.cat((logits, kept.float()), 1)
+
+    logits, kept = run(target("narrow"))
+    found = Exchange(world).run(rank)
+    assert all(torch.equal(part, found[0]) for part in found)
+    close(found[0][:, : NARROW.vocab_size], logits)
+    close(found[0][:, NARROW.vocab_size :], kept)

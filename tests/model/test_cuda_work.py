@@ -26,7 +26,7 @@ from tests.cuda_tools import Memory, Row, Step, chain
 
 FULL, FULL_DRAFT = read_model_config(K2_6), read_drafter_config(K2_6_DRAFT)
 NARROW = replace(
-    FULL, hidden_size=256, num_layers=3, num_heads=4, q_lora_rank=64, kv_lora_rank=48, qk_nope_head_dim=24, qk_rope_head_dim=16,
+    FULL, hidden_size=256, num_layers=3, num_heads=8, q_lora_rank=64, kv_lora_rank=48, qk_nope_head_dim=24, qk_rope_head_dim=16,
     v_head_dim=32, num_experts=16, experts_per_token=2, moe_intermediate_size=96, intermediate_size=320, vocab_size=512,
     max_position=2048,
 )  # fmt: skip

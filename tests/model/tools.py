@@ -39,7 +39,7 @@ SMALL_DRAFT = replace(
 )  # fmt: skip
 
 
-def _shake(weights: TargetWeights | DrafterWeights, seed: int) -> None:
+def shake(weights: TargetWeights | DrafterWeights, seed: int) -> None:
     """Make norms and biases matter: the dummy loader leaves them at one and near zero."""
     g = torch.Generator().manual_seed(seed)
     for layer in weights.layers:
@@ -54,14 +54,14 @@ def _shake(weights: TargetWeights | DrafterWeights, seed: int) -> None:
 def target_weights(config: ModelConfig = SMALL, layout: Layout | None = None, dtype: torch.dtype = torch.float32) -> TargetWeights:
     """Random weights; ranks of any layout hold slices of the same model."""
     weights = dummy_target(config, layout or Layout(), dtype, "cpu", seed=3)
-    _shake(weights, 5)
+    shake(weights, 5)
     return weights
 
 
 def drafter_weights(config: DrafterConfig = SMALL_DRAFT, layout: Layout | None = None) -> DrafterWeights:
     """Random weights of a drafter, as `target_weights`."""
     weights = dummy_drafter(config, layout or Layout(), torch.float32, "cpu", seed=7)
-    _shake(weights, 9)
+    shake(weights, 9)
     weights.hidden_norm.mul_(1.3)
     return weights
 
@@ -194,7 +194,7 @@ class ThreadComm(Local):
         self.exchange, self.rank, self.world = exchange, rank, exchange.world
 
     def _meet(self, x: Tensor) -> list[Tensor]:
-        self.exchange.parts[self.rank] = x
+        self.exchange.parts[self.rank] = x.clone()  # its owner may write on as soon as all have met
         self.exchange.barrier.wait()
         parts = list(self.exchange.parts)
         self.exchange.barrier.wait()
