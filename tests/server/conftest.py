@@ -7,7 +7,7 @@ from tests.server.serving import serving
 
 
 def load_nano() -> LLM:
-    return LLM(str(nano.path()), tree_budget=16, max_num_seqs=16, max_model_len=1024, device="cpu")
+    return LLM(str(nano.path()), tree_budget=16, max_num_seqs=16, max_model_len=1024, device="cpu", enable_prefix_caching=True)
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     remote.add_arguments(parser, "the model runs here")
     add_sampling(parser)
     add_options(parser)
+    parser.set_defaults(enable_prefix_caching=True)
 
 
 def run(args: argparse.Namespace) -> int:

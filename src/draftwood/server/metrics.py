@@ -36,8 +36,6 @@ class Metrics:
         self.aborted = self._counter("request_aborts", "Answers whose client went away or whose server ended.")
         self.responses = self._counter("http_responses", "HTTP responses.", ["route", "status"])
         self.unknown = self._counter("unknown_fields", "Request fields that nobody knows, by name.", ["field"])
-        self.cached = self._counter("prefix_cache_hits", "Prompt tokens found in the cache.")
-        self.queried = self._counter("prefix_cache_queries", "Prompt tokens looked for in the cache.")
         self.generated = self._counter("generation_tokens", "Tokens of answers.")
         self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self.itl = self._histogram("inter_token_latency_seconds", "Between updates of an answer.", SECONDS)
@@ -93,8 +91,6 @@ class Metrics:
         started, labels = update.usage.started, self._labels
         self.queue.labels(**labels).observe(max(0.0, started - ticket.created))
         self.prefill.labels(**labels).observe(max(0.0, update.time - started))
-        self.queried.labels(**labels).inc(len(ticket.ids))
-        self.cached.labels(**labels).inc(update.usage.cached_tokens)
         self.prompts.labels(**labels).observe(len(ticket.ids))
         if ticket.params.max_tokens is not None:
             self.asked.labels(**labels).observe(ticket.params.max_tokens)
@@ -140,8 +136,9 @@ class _Engine(Collector):
         yield self._gauge("num_requests_running", "Requests that hold a row of the engine.", state.running)
         waiting = max(0, len(self._runner.open) - state.running)
         yield self._gauge("num_requests_waiting", "Requests that wait for a row or for pages.", waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", 1 - state.free_pages / state.pages)
+        yield self._gauge("kv_cache_usage_perc", "Share of the pages that requests hold.", 1 - state.free_pages / state.pages)
         yield self._gauge("kv_cache_pages", "Pages of the cache.", state.pages)
+        yield self._count("num_preemptions", "Requests that gave up their pages to older ones.", state.preemptions)
         yield from self._totals(state.totals)
 
     def _totals(self, totals: Totals) -> Iterator[Metric]:
@@ -150,6 +147,8 @@ class _Engine(Collector):
         drafts = sum(depth * count for depth, count in enumerate(accepted))
         nodes = sum(size * count for size, count in enumerate(trees))
         yield self._count("prompt_tokens", "Prompt tokens computed.", totals.prompt_tokens)
+        yield self._count("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", totals.prefix_queries)
+        yield self._count("prefix_cache_hits", "Prompt tokens found in the prefix cache.", totals.prefix_hits)
         yield self._count("decoded_tokens", "Tokens that row-steps returned, before stops and limits.", totals.decoded)
         yield self._count("steps", "Forwards of the target.", totals.steps)
         yield self._count("row_steps", "Forwards of the target, counted for each decoding row.", totals.row_steps)

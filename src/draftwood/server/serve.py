@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--access-log", action="store_true", help="write a line for each request to stderr")
     add_options(parser)
+    parser.set_defaults(enable_prefix_caching=True)
 
 
 def run(args: argparse.Namespace) -> int:
