@@ -60,10 +60,10 @@ def cast(weights: TargetWeights, dtype: torch.dtype) -> TargetWeights:
 
 
 @cache
-def reference(name: str) -> Target:
-    """model.kimi in float32, from the same bfloat16 weights."""
-    config, weights = loaded(name, torch.float32)
-    return Target(config, weights, Layout(), Local(), taps(config), torch.float32)
+def reference(name: str, dtype: torch.dtype) -> Target:
+    """model.kimi in `dtype`, from the same bfloat16 weights."""
+    config, weights = loaded(name, dtype)
+    return Target(config, weights, Layout(), Local(), taps(config), dtype)
 
 
 def taps(config: ModelConfig) -> tuple[int, ...]:
@@ -88,10 +88,12 @@ class _Slots:
         self.prefix, self.nodes = torch.arange(length)[None], torch.arange(length, length + nodes)[None]
 
 
-def expected(name: str, context: list[int], tokens: list[int], parents: list[int]) -> tuple[Tensor, Tensor]:
+def expected(
+    name: str, context: list[int], tokens: list[int], parents: list[int], dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Logits and taps of a tree after `context`, by the reference."""
-    model, n, length = reference(name), len(tokens), len(context)
-    cache = torch.zeros(model.config.num_layers, length + n, model.config.latent_width)
+    model, n, length = reference(name, dtype), len(tokens), len(context)
+    cache = torch.zeros(model.config.num_layers, length + n, model.config.latent_width, dtype=dtype)
 
     def run(tokens: list[int], parents: list[int], at: int) -> tuple[Tensor, Tensor]:
         k = len(tokens)
@@ -109,16 +111,14 @@ def expected(name: str, context: list[int], tokens: list[int], parents: list[int
     return logits, kept[0]
 
 
-def close(ours: Tensor, theirs: Tensor) -> None:
-    """Distances by node, as shares of the reference's length: what bfloat16 gives; more at the few nodes where a near-tie of a
-    router fell the other way."""
-    distance = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1)
-    assert torch.isfinite(ours).all() and float(distance.median()) < 0.03, distance
-    assert float((distance > 0.1).float().mean()) < 0.1, distance
+def distances(ours: Tensor, theirs: Tensor) -> Tensor:
+    """How far each node's row is off, as a share of the reference's length."""
+    assert torch.isfinite(ours).all()
+    return (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1)
 
 
 @pytest.mark.parametrize("name", ["nano", "narrow"])
-def test_chunks_and_trees_give_the_reference_s_logits_and_taps(cuda_refs: Calls, name: str) -> None:  # noqa: F811
+def test_chunks_and_trees_are_as_near_to_float32_as_the_reference_in_bfloat16(cuda_refs: Calls, name: str) -> None:  # noqa: F811
     ours, contexts = target(name), [prompt(70, 1), prompt(9, 2)]
     buckets = [Bucket(4, 64, 128, 128, 256), Bucket(3, 9, 27, 27, 256)]
     ours.reserve(buckets)
@@ -126,20 +126,18 @@ def test_chunks_and_trees_give_the_reference_s_logits_and_taps(cuda_refs: Calls,
     memory = Memory(ours.config, 2, 3, "cpu")
     prefill, decode = (ours.bind(b) for b in buckets)
     rows = [*chunk(0, contexts[0]), *chunk(1, contexts[1])]
-    logits, kept = Step.make(buckets[0], rows, memory).run(prefill, memory.cache)
-    at = 0
-    for context in contexts:
-        want, features = expected(name, [], context, chain(len(context)))
-        close(logits[at : at + len(context)], want)
-        close(kept[at : at + len(context)], features)
-        at += len(context)
-    trees = [prompt(7, 3), prompt(5, 4)]
-    rows = [Row(1, 9, trees[0], TREE), Row(0, 70, trees[1], random_tree(5, 5))]
-    logits, kept = Step.make(buckets[1], rows, memory).run(decode, memory.cache)
-    for part, context, row in ((slice(0, 7), contexts[1], rows[0]), (slice(7, 12), contexts[0], rows[1])):
-        want, features = expected(name, context, list(row.tokens), list(row.parents))
-        close(logits[part], want)
-        close(kept[part], features)
+    first = Step.make(buckets[0], rows, memory).run(prefill, memory.cache)
+    rows = [Row(1, 9, prompt(7, 3), TREE), Row(0, 70, prompt(5, 4), random_tree(5, 5))]
+    second = Step.make(buckets[1], rows, memory).run(decode, memory.cache)
+    whole = [(name, [], context, chain(len(context))) for context in contexts]
+    whole += [(name, contexts[row.pages], list(row.tokens), list(row.parents)) for row in rows]
+    exact, rounded = ([expected(*step, dtype) for step in whole] for dtype in (torch.float32, torch.bfloat16))
+    for part in (0, 1):  # logits, taps
+        truth = torch.cat([step[part] for step in exact])
+        found = distances(torch.cat((first[part], second[part])), truth)
+        known = distances(torch.cat([step[part] for step in rounded]), truth)
+        assert float(found.median()) < 0.05 and float(found.median()) < 1.3 * float(known.median()), (found, known)
+        assert float(found.quantile(0.95)) < 2 * float(known.quantile(0.95)), (found, known)
 
 
 def test_only_the_verified_nodes_get_logits_and_they_are_the_same(cuda_refs: Calls) -> None:  # noqa: F811
@@ -201,5 +199,5 @@ def test_ranks_together_are_the_whole(cuda_refs: Calls) -> None:  # noqa: F811
     logits, kept = run(target("narrow"))
     found = Exchange(world).run(rank)
     assert all(torch.equal(part, found[0]) for part in found)
-    close(found[0][:, : NARROW.vocab_size], logits)
-    close(found[0][:, NARROW.vocab_size :], kept)
+    assert float(distances(found[0][:, : NARROW.vocab_size], logits).quantile(0.9)) < 0.05
+    assert float(distances(found[0][:, NARROW.vocab_size :], kept).quantile(0.9)) < 0.05
