@@ -111,6 +111,11 @@ class Step:
         flat = Flat(**{name: value.to(device) for name, value in parts.items()})
         return cls(flat, lengths.to(device), counts.to(device), table.to(device), total)
 
+    def to(self, device: torch.device | str) -> Step:
+        """The same step elsewhere."""
+        flat = Flat(**{name: value.to(device) for name, value in vars(self.flat).items()})
+        return Step(flat, self.lengths.to(device), self.counts.to(device), self.table.to(device), self.total)
+
     def run(self, forward: Forward, cache: Tensor, verified: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Run and return copies of the live rows of (logits, taps)."""
         logits, taps = forward(self.flat, self.lengths, self.counts, self.table, cache, verified)
