@@ -269,7 +269,7 @@ def test_a_replayed_graph_is_the_forward_it_was_captured_from(device_pair: Pair)
                 logits, taps = forward(shown.flat, shown.lengths, shown.counts, shown.table, cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before
     torch.cuda.synchronize()
     for step, (want, kept) in zip(steps, eager, strict=True):
         for name in vars(shown.flat):
@@ -324,9 +324,9 @@ def test_dummy_weights_of_a_full_width_model_are_made_in_seconds() -> None:
     assert began.elapsed_time(ended) < 4000 and len(packed.layers) == 4
 
 
-def test_nano_on_the_device_is_near_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nano_on_the_device_is_near_the_references() -> None:
     rows, found = [(0, 9, 81), (1, 33, 82), (2, 5, 83)], []
     for device in ("cuda", "cpu"):
         with pytest.MonkeyPatch.context() as patch:
