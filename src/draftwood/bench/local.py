@@ -42,11 +42,11 @@ def flags(options: Options) -> list[str]:
     """Return the command line that asks for `options`."""
     found = [options.model]
     for f in dataclasses.fields(options):
-        value = getattr(options, f.name)
-        if f.metadata.get("positional") or value == f.default:
-            continue
-        flag = f"--{f.name.replace('_', '-')}"
-        found += [flag] if value is True else [flag, str(value)]
+        value, flag = getattr(options, f.name), f"--{f.name.replace('_', '-')}"
+        if f.metadata.get("pair"):  # serve may have a default of its own
+            found.append(flag if value else f"--no-{flag[2:]}")
+        elif not f.metadata.get("positional") and value != f.default:
+            found += [flag] if value is True else [flag, str(value)]
     return found
 
 
