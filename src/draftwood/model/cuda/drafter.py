@@ -96,6 +96,7 @@ class CudaDrafter:
         def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
+        self.work = None  # its memory first
         self.work = DraftWork(
             x=make(tokens, c.hidden_size),
             normed=make(tokens, c.hidden_size),

@@ -56,6 +56,7 @@ class CudaTarget:
     def reserve(self, buckets: Sequence[Bucket]) -> None:
         """Allocate one workspace for all `buckets`; forwards bound before lose theirs. Raises ConfigError for a bucket that
         no kernel takes."""
+        self.work = None  # its memory first
         self.work = workspace.allocate(self.sizes, buckets, self.device)
 
     def bind(self, bucket: Bucket) -> Forward:
