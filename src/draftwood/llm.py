@@ -69,6 +69,8 @@ class Completion:
     """Milliseconds of the decoding steps by stage; steps shared with other requests count for each."""
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    cached_tokens: int = 0
+    """Of the prompt's: found in the prefix cache."""
 
 
 class LLM:
@@ -260,6 +262,7 @@ class LLM:
             stage_ms={stage: round(1000 * s, 3) for stage, s in usage.stage_seconds.items()},
             logprobs=answer.logprobs if answer.params.logprobs is not None else None,
             top_logprobs=answer.top_logprobs if answer.params.logprobs else None,
+            cached_tokens=usage.cached_tokens,
         )
 
 

@@ -39,6 +39,20 @@ def test_ranks_give_the_token_ids_of_one_rank(one_rank, split):
     assert json.loads(done.stdout)["token_ids"] == one_rank
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [("--tp", "2"), ("--tp", "2", "--ep", "2")], ids=" ".join)
+def test_ranks_share_pages_and_draft_from_them_as_one_rank_does(split):
+    text = "".join(f"value_{i} = [{i}]\n" for i in range(24))
+    flags = ("-p", text, "-p", text, *FLAGS[2:], "--enable-prefix-caching", "--max-num-seqs", "1", "--json")
+    found = []
+    for ranks in ((), split):
+        done = subprocess.run(command(*flags, *ranks), env=environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        found += json.loads(done.stdout)["completions"]
+    assert all(one["token_ids"] == found[0]["token_ids"] and one["steps"] == found[0]["steps"] for one in found)
+    assert [one["cached_tokens"] for one in found] == [0, (found[0]["prompt_tokens"] - 1) // 64 * 64] * 2
+
+
 def test_torchrun_gives_the_token_ids_of_one_rank(one_rank):
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     argv = [*start, *command(*FLAGS, "--tp", "2", "--json")[2:]]
