@@ -251,3 +251,21 @@ def test_what_is_allocated_is_what_the_arithmetic_says():
     seen: set[int] = set()
     found["step buffers"] = sum(held(x, seen) for x in vars(buffers).values())
     assert found == dict(keys.step_memory(sizes, 3, some.parts.vocab))
+
+
+def test_the_bits_behind_every_token_are_those_of_plain_decoding():
+    """With sums in float64 the references are as good as row-invariant; what is compared here is how the bits are told."""
+    asks = [(text(40), ask(max_tokens=7)), (text(70), ask(max_tokens=6, temperature=0.9, seed=4))]
+
+    def bits(budget: int) -> list[list[int]]:
+        some = engine(tree_budget=budget, max_num_seqs=2)
+        some.stepper.prints, some.records = True, []
+        ids = [some.add(*one) for one in asks]
+        while not some.idle:
+            some.step()
+        rows = [row for record in some.records for row in record.rows]
+        assert all(len(row.prints) == len(row.committed) for row in rows)
+        return [[p for row in rows if row.request_id == i for p in row.prints][:6] for i in ids]
+
+    plain = bits(0)
+    assert bits(8) == plain and len({p for row in plain for p in row}) == 12

@@ -2,6 +2,9 @@
 
 Budgets take turns, several times over, on the same prompts, and medians are reported, so that a machine that slows
 down meanwhile slows all of them. A step's time by stage leaves the prompts out; tokens per second counts everything.
+
+On a GPU a step is one graph: `bench.device` times it, its stages and what lies between steps, for every number of rows and every
+budget; with weights that mean something the built-in prompts are decoded too.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ if TYPE_CHECKING:
 
 ENGINE = (
     "model", "draft", "draft_block", "draft_window", "topk_cap", "tree_spine", "noise", "bigram", "draft_rope", "tp", "ep",
-    "dtype", "device", "load_format",
+    "dtype", "device", "load_format", "routed_experts", "layers", "synthetic_accept", "max_num_batched_tokens",
 )  # fmt: skip
+CONTEXT = 512
+"""Tokens of each row when a GPU's steps are timed, unless --context says otherwise."""
 Budget = int | str
 
 
@@ -63,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bench")
     group.add_argument("--budgets", default="0,7,8,16,32", help="tree budgets or auto, with commas (default 0,7,8,16,32)")
     group.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default 0)")
-    group.add_argument("--rows", type=int, default=1, help="requests that run together (default 1)")
+    group.add_argument("--rows", default="1", help="requests that run together; on a GPU several numbers with commas (default 1)")
+    group.add_argument("--context", type=int, default=None, help=f"tokens of a row whose steps are timed (cuda; default {CONTEXT})")
     group.add_argument("--prompts", type=int, default=8, help=f"built-in prompts, 1..{len(samples.SAMPLES)} (default 8)")
     group.add_argument("--max-tokens", type=int, default=96, help="most new tokens of an answer (default 96)")
     group.add_argument("--repeat", type=int, default=3, help="times every budget is measured (default 3)")
@@ -74,15 +80,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; return 0."""
     budgets = parse_budgets(args.budgets)
-    for flag, value, most in (("--repeat", args.repeat, 100), ("--rows", args.rows, 1024)):
-        if not 1 <= value <= most:
-            raise ConfigError(f"{flag} {value} is outside 1..{most}; choose a value in that range")
+    rows = report.numbers("--rows", args.rows, int, 1, 1024)
+    if not 1 <= args.repeat <= 100:
+        raise ConfigError(f"--repeat {args.repeat} is outside 1..100; choose a value in that range")
     chosen = samples.first(args.prompts)
     each = [
         SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed + i) for i in range(len(chosen))
     ]
     largest = MAX_BUDGET if "auto" in budgets else max(b for b in budgets if isinstance(b, int))
-    options = dataclasses.replace(options_from(args), tree_budget=largest, max_num_seqs=args.rows)
+    options = dataclasses.replace(options_from(args), tree_budget=largest, max_num_seqs=max(rows))
+    if options.device == "cuda":
+        options = dataclasses.replace(options, max_model_len=_context(args) + 1024)
+    elif len(rows) > 1 or args.context is not None:
+        flag = f"--context {args.context}" if args.context is not None else f"--rows {args.rows}"
+        raise ConfigError(f"{flag}: only steps of a GPU are timed like that; add --device cuda, or leave it at one number of rows")
     world = options.tp * options.ep
     drafter = plan.decide(options, plan.find(options), plan.Device("cpu", "any device", 1 << 60), strict=False).block > 0
     if largest > 0 and not drafter:
@@ -97,13 +108,44 @@ def run(args: argparse.Namespace) -> int:
             return 0
         for remark in llm.plan.notes:
             report.note(f"note: {remark}")
-        bench = Bench(llm, [samples.encode(sample, llm) for sample in chosen], each)
-        rows = bench.measure(budgets, args.repeat)
-        if args.temperature > 0 and world == 1 and options.noise != "none":
-            bench.compare_noise(rows)
-        with report.closed_pipe_is_fine():
-            _tell(llm, rows, args)
+        if options.device == "cuda":
+            _measure_device(llm, rows, budgets, args)
+        if llm.tokenizer is not None:
+            _measure_text(llm, chosen, each, budgets, args)
     return 0
+
+
+def _context(args: argparse.Namespace) -> int:
+    if args.context is not None and not 1 <= args.context <= 1 << 18:
+        raise ConfigError(f"--context {args.context} is outside 1..{1 << 18}; choose a value in that range")
+    return CONTEXT if args.context is None else args.context
+
+
+def _measure_device(llm: LLM, rows: Sequence[int], budgets: Sequence[Budget], args: argparse.Namespace) -> None:
+    """Time a GPU's steps."""
+    from draftwood.bench import device
+
+    numbers = [budget for budget in budgets if isinstance(budget, int)]
+    lines = device.measure(llm, rows, numbers, _context(args), args.seed)
+    with report.closed_pipe_is_fine():
+        report.show(device.show(lines))
+        if args.json:
+            shape = {"model": llm.options.model, "routed_experts": llm.checkpoint.config.num_experts,
+                     "layers": llm.checkpoint.config.num_layers, "load_format": llm.options.load_format}  # fmt: skip
+            report.show(report.json_line({**shape, "memory": dict(llm.plan.memory), "cases": lines}))
+
+
+def _measure_text(
+    llm: LLM, chosen: Sequence[samples.Sample], each: Sequence[SamplingParams], budgets: Sequence[Budget], args: argparse.Namespace
+) -> None:
+    """Decode the built-in prompts."""
+    bench = Bench(llm, [samples.encode(sample, llm) for sample in chosen], each)
+    found = bench.measure(budgets, args.repeat)
+    on_cpu = llm.plan.device == "cpu"
+    if args.temperature > 0 and llm.plan.world == 1 and llm.options.noise != "none" and on_cpu:
+        bench.compare_noise(found)
+    with report.closed_pipe_is_fine():
+        _tell(llm, found, args)
 
 
 def parse_budgets(text: str) -> tuple[Budget, ...]:
@@ -162,8 +204,9 @@ class Bench:
             "accept_length": round(first.accept_length, 4),
             "tokens": first.tokens,
             "steps": first.steps,
-            "stage_ms": {name: round(ms, 3) for name, ms in stage_ms.items()},
-            "step_ms": round(step_ms, 3),
+            # A GPU's steps are one graph, whose stages `bench.device` times.
+            "stage_ms": {name: round(ms, 3) if step_ms else None for name, ms in stage_ms.items()},
+            "step_ms": round(step_ms, 3) if step_ms else None,
             "tok_s": round(statistics.median(p.tokens / p.seconds for p in passes), 2),
             "ratio": round(statistics.median(ratios), 3) if ratios else None,
             "same_tokens": None if plain is None else _ids(first) == _ids(plain[0]),
@@ -187,17 +230,21 @@ class Bench:
         return costs.total(table)
 
     def compare_noise(self, rows: list[dict[str, Any]]) -> None:
-        """Add to each row the accept length with the drafter's noise shared and its own, and their ratio."""
-        asked = self.llm.engine.parts.noise
+        """Add to each row the accept length with the drafter's noise shared and its own, and their ratio. On a CPU."""
+        from draftwood.engine.step import Parts
+
+        parts = self.llm.engine.parts
+        assert isinstance(parts, Parts)
+        asked = parts.noise
         other = "own" if asked == "shared" else "shared"
         try:
-            self.llm.engine.parts.noise = other
+            parts.noise = other
             for row in rows:
                 if row["budget"] != 0:
                     lengths = {asked: row["accept_length"], other: round(self.once(row["budget"]).accept_length, 4)}
                     row["noise"] = {**lengths, "ratio": round(lengths["shared"] / lengths["own"], 3)}
         finally:
-            self.llm.engine.parts.noise = asked
+            parts.noise = asked
 
 
 def _ids(one: Pass) -> list[list[int]]:
@@ -236,7 +283,7 @@ def _tell(llm: LLM, rows: list[dict[str, Any]], args: argparse.Namespace) -> Non
         "prompts": args.prompts,
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
-        "rows": args.rows,
+        "rows": llm.plan.max_num_seqs,
         "repeat": args.repeat,
         "block": llm.plan.block,
         "noise": llm.options.noise,

@@ -3,7 +3,8 @@
 Every built-in prompt is decoded once without trees, alone, at every temperature. Then it is decoded again with every
 tree budget, in batches of every size, and the token ids are compared. A difference passes only as a near-tie: at the
 first token that differs, the plain run's best two scores (noise included) lay within NEAR_TIE logits of each other,
-which float32 sums in another order may swap; a CPU has no kernels that promise the same bits for any number of rows.
+which float32 sums in another order may swap; a CPU has no kernels that promise the same bits for any number of rows. A GPU has:
+there every difference counts, and with --bitwise the logits behind every token are compared too, to the last bit.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Task:
     max_tokens: int
     seed: int
     plain: bool = False
+    bitwise: bool = False
+    """Whether logits are compared too."""
 
     def params(self, index: int) -> SamplingParams:
         """How the prompt at `index` is sampled: the same whatever the budget and batch."""
@@ -63,6 +66,8 @@ class Answer:
     finish_reason: str
     steps: int
     gaps: tuple[float, ...] = ()
+    prints: tuple[int, ...] = ()
+    """Of the logits behind each token, bitwise runs only."""
 
 
 @dataclasses.dataclass
@@ -96,6 +101,8 @@ class Difference:
     other: int | None
     gap: float | None
     """The plain run's gap there; None where no choice of a token explains the difference."""
+    logits: bool = False
+    """True where the logits behind a token have other bits, whatever was chosen."""
 
     @property
     def near_tie(self) -> bool:
@@ -104,6 +111,8 @@ class Difference:
 
     def describe(self) -> str:
         """Return the difference in words."""
+        if self.logits:
+            return f"after {self.place} equal tokens the logits behind the next one have other bits"
         names = ["the end" if token is None else f"token {token}" for token in (self.plain, self.other)]
         gap = "no choice" if self.gap is None else f"{'near-tie, ' if self.near_tie else ''}gap {self.gap:.3g} logits"
         return f"after {self.place} equal tokens plain has {names[0]}, trees have {names[1]} ({gap})"
@@ -116,6 +125,9 @@ def compare(plain: Answer, other: Answer) -> Difference | None:
     """
     pairs = zip(plain.token_ids, other.token_ids, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain.token_ids), len(other.token_ids)))
+    bits = next((i for i, (a, b) in enumerate(zip(plain.prints, other.prints, strict=False)) if a != b), len(plain.prints))
+    if bits < min(place + 1, len(plain.prints), len(other.prints)):
+        return Difference(bits, plain.token_ids[bits], other.token_ids[bits], None, logits=True)
     first, second = (run.token_ids[place] if place < len(run.token_ids) else None for run in (plain, other))
     if first is None and second is None and plain.finish_reason == other.finish_reason:
         return None
@@ -150,6 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch", default="1,4", help="requests that run together, with commas (default 1,4)")
     group.add_argument("--seed", type=int, default=1, help="seed of the first prompt; the others follow (default 1)")
     group.add_argument("--jobs", type=int, default=0, help="processes that share the work (default: one for each core)")
+    group.add_argument("--bitwise", action="store_true", help="compare the logits behind every token too, bit by bit (cuda)")
     group.add_argument("--json", action="store_true", help="end with one line of JSON")
 
 
@@ -166,6 +179,8 @@ def run(args: argparse.Namespace) -> int:
     options = dataclasses.replace(options_from(args), tree_budget=max(budgets), max_num_seqs=max(batches))
     if args.jobs and options.tp * options.ep > 1:
         raise ConfigError(f"--jobs {args.jobs}: the ranks of --tp and --ep work as one; leave --jobs out")
+    if args.bitwise and options.device != "cuda":
+        raise ConfigError(f"--bitwise is a promise of the CUDA kernels and --device is {options.device}; add --device cuda")
     code = ranks.start(args, options)
     if code is not None:
         return code
@@ -173,6 +188,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{options.model} has no drafter, so there are no trees to check; give one with --draft")
     began = time.monotonic()
     tasks = list(plan_tasks(len(chosen), budgets, temperatures, batches, args.max_tokens, args.seed))
+    tasks = [dataclasses.replace(task, bitwise=args.bitwise) for task in tasks]
     if options.tp * options.ep > 1:
         from draftwood.llm import LLM
 
@@ -210,12 +226,19 @@ def plan_tasks(
 def answers(llm: LLM, task: Task) -> list[Answer]:
     """Return the answers of a task's prompts, `batch` of them running together; a plain run's with its gaps."""
     found = []
+    if task.bitwise:
+        llm.engine.stepper.prints = True  # type: ignore[attr-defined]
     for start in range(0, len(task.indexes), task.batch):
         indexes = task.indexes[start : start + task.batch]
-        llm.engine.records = [] if task.plain else None
+        llm.engine.records = [] if task.plain or task.bitwise else None
         completions = llm.generate([samples.encode(samples.SAMPLES[i], llm) for i in indexes], [task.params(i) for i in indexes])
-        gaps = tuple(gap for step in llm.engine.records or () for row in step.rows for gap in row.gaps)
-        found += [Answer(tuple(c.token_ids), c.finish_reason, c.steps, gaps) for c in completions]
+        for completion in completions:
+            rows = [row for step in llm.engine.records or () for row in step.rows if row.request_id == completion.request_id]
+            gaps = tuple(gap for row in rows for gap in row.gaps)
+            prints = tuple(value for row in rows for value in row.prints)[: len(completion.token_ids)]
+            if task.bitwise and len(prints) < len(completion.token_ids):
+                raise AssertionError(f"{len(completion.token_ids)} tokens have the bits of {len(prints)} logits")
+            found.append(Answer(tuple(completion.token_ids), completion.finish_reason, completion.steps, gaps, prints))
     return found
 
 
@@ -241,9 +264,7 @@ def tally(chosen: Sequence[samples.Sample], done: Sequence[tuple[Task, list[Answ
     for task, found in done:
         if task.plain:
             continue
-        into = tallies.setdefault(
-            (task.temperature, task.batch, task.budget), Tally(task.temperature, task.budget, task.batch)
-        )
+        into = tallies.setdefault((task.temperature, task.batch, task.budget), Tally(task.temperature, task.budget, task.batch))
         for index, answer in zip(task.indexes, found, strict=True):
             difference = count(into, plain[task.temperature, index], answer)
             if difference is not None:

@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -50,6 +50,8 @@ class Trace:
     """Lead of each committed token over the next best, in logits."""
     forced: bool
     """True for a prompt chunk."""
+    prints: list[int] = field(default_factory=list)
+    """Of the logits behind each committed token, where a GPU was asked for them."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ class Engine:
 
     def add(self, prompt: Iterable[int], params: SamplingParams) -> int:
         """Queue a prompt and return the request's id. Raises RequestError when it cannot be served."""
+        self.stepper.refuse(params)
         request = self._formed(Request(self._next_id, tuple(prompt), params.seeded()))
-        self.stepper.refuse(request.params)
         self.scheduler.add(request)
         self._next_id += 1
         self.usage[request.id] = Usage(prompt_tokens=len(request.prompt))
@@ -333,6 +335,7 @@ def _record(flight: _Flight, result: StepResult, scheduler: Scheduler) -> StepRe
         if not scheduler.runs(seq):
             continue
         live, accepted, emitted = int(tree.counts[place]), int(path.counts[place]), int(path.emitted[place])
+        shown = emitted if plan.emits[place] else 0
         rows.append(
             Trace(
                 request_id=seq.request.id,
@@ -342,9 +345,10 @@ def _record(flight: _Flight, result: StepResult, scheduler: Scheduler) -> StepRe
                 depths=tree.depths[place, :live].tolist(),
                 logprob=tree.logprob[place, :live].tolist(),
                 path=path.nodes[place, :accepted].tolist(),
-                committed=path.tokens[place, :emitted].tolist() if plan.emits[place] else [],
-                gaps=result.gaps[place, :emitted].tolist() if result.gaps is not None and plan.emits[place] else [],
+                committed=path.tokens[place, :shown].tolist(),
+                gaps=[] if result.gaps is None else result.gaps[place, :shown].tolist(),
                 forced=bool(plan.chunks[place]),
+                prints=[] if result.prints is None else result.prints[place, :shown].tolist(),
             )
         )
     return StepRecord(result.seconds, rows)

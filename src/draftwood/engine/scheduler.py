@@ -238,19 +238,29 @@ class Scheduler:
     def _choose(self) -> list[tuple[Sequence, tuple[int, ...]]]:
         """Return the rows of the step with their chunks: all that decode, and forced ones while the step has room."""
         chosen: list[tuple[Sequence, tuple[int, ...]]] = []
-        room, first, blocked = self.plan.options.max_num_batched_tokens, True, False
+        room, first, blocked = self._room, True, False
         for seq in self.running.values():
             chunk: tuple[int, ...] = ()
             if seq.prompting:
                 chunk = self._chunk(seq)
-                blocked = blocked or not first and len(chunk) > room
+                size = self._size(len(chunk))
+                blocked = blocked or not first and size > room
                 if blocked:
                     continue
-                first, room = False, room - len(chunk)
+                first, room = False, room - size
             elif seq.left <= 0:
                 continue
             chosen.append((seq, chunk))
         return chosen
+
+    @property
+    def _room(self) -> int:
+        """Most known tokens of a step: on a GPU as many as one chunk may have, for that is what its graphs are made for."""
+        return self.plan.prefill_chunk if self.plan.device == "cuda" else self.plan.options.max_num_batched_tokens
+
+    def _size(self, tokens: int) -> int:
+        """The room that a chunk takes. A GPU runs it in pieces of a page."""
+        return self.pool.pages_for(tokens) * self.plan.page_size if self.plan.device == "cuda" else tokens
 
     def _chunk(self, seq: Sequence) -> tuple[int, ...]:
         """The known text from the committed length to the next multiple of the chunk size, whoever else runs."""

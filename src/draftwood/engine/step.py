@@ -90,6 +90,8 @@ class StepResult:
     """[R, P] how far, in logits, each committed token was ahead of the next best; None unless asked for."""
     top: tuple[Tensor, Tensor] | None
     """ids, log-probabilities [R, P, K] of the likeliest tokens at each committed one; None unless asked for."""
+    prints: Tensor | None = None
+    """[R, P] a 64-bit sum over the bits of all logits behind each committed token; None unless a GPU was asked for it."""
 
 
 class Clock:

@@ -38,6 +38,10 @@ class CudaStepper:
         self.rows = DeviceRows(self.sizes, plan.max_num_seqs, parts.kv.sink, parts.vocab, self.device, parts.noise)
         self.buffers = Buffers(self.sizes, parts.vocab, self.device)
         self.recorder: Recorder = Graphs(self.device) if graphs else Immediate()
+        self.prints = False
+        """Whether results tell the bits of the logits behind every committed token."""
+        self.marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
+        """Set to a list to collect events before and behind the graph of each step."""
         self._steps: dict[Key, CudaStep] = {}
         self._launches: dict[Key, Launch] = {}
 
@@ -73,7 +77,14 @@ class CudaStepper:
         for start in plan.starts:
             self._restore(start)
         staged = self.stage(plan)
-        self._launches[staged.key]()
+        launch = self._launches[staged.key]
+        if self.marks is None:
+            launch()
+        else:
+            self.marks.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self.marks[-1][0].record()
+            launch()
+            self.marks[-1][1].record()
         return self._fetch(plan, staged, trace)
 
     def stage(self, plan: StepPlan) -> Staged:
@@ -99,11 +110,19 @@ class CudaStepper:
         trees = step.trees
         nodes = [trees.tokens, trees.parents, trees.depths, trees.logprob] if trace else []
         arrays = [self._copy(x[:live].reshape(-1).view(torch.uint8)) for x in nodes]
+        prints = self._copy(self._prints(step).view(-1).view(torch.uint8)) if self.prints else None
         done = None
         if self.device.type == "cuda":
             done = torch.cuda.Event(blocking=False)
             done.record()
-        return Flying(plan, staged, step.places, self.sizes.path, raw, arrays, done)
+        return Flying(plan, staged, step.places, self.sizes.path, raw, arrays, prints, done)
+
+    def _prints(self, step: CudaStep) -> Tensor:
+        """[places, path] a sum over the bits of a row of logits, each times an odd number of its own, modulo 2^64."""
+        chosen = step.results.path.chosen.clamp(0, len(step.logits) - 1)
+        bits = step.logits[chosen].view(torch.int32).long()
+        odd = (torch.arange(bits.shape[-1], device=bits.device) * 0x9E3779B97F4A7C1 + 0x5851F42D4C957F2D) | 1
+        return (bits * odd).sum(-1)
 
     def _copy(self, x: Tensor) -> Tensor:
         """Bytes on their way to the host."""
@@ -114,7 +133,8 @@ class CudaStepper:
 
 @dataclass(frozen=True)
 class Flying:
-    """A step on its way. raw: its Results; arrays: tokens, parents, depths, logprob [places, 65] of its trees, when traced."""
+    """A step on its way. raw: its Results; arrays: tokens, parents, depths, logprob [places, 65] of its trees, when traced; prints
+    int64 [places, width], when wanted."""
 
     plan: StepPlan
     staged: Staged
@@ -122,6 +142,7 @@ class Flying:
     width: int
     raw: Tensor
     arrays: list[Tensor]
+    prints: Tensor | None
     done: torch.cuda.Event | None
 
     def read(self) -> StepResult:
@@ -142,7 +163,8 @@ class Flying:
             logprobs=torch.from_numpy(views["logprobs"][at]),
             chosen=torch.full((len(at), self.width), -1),
         )
-        return StepResult(self._tree(at, nodes, chunks), path, {}, None, None)
+        prints = None if self.prints is None else self.prints.view(torch.int64).view(self.places, self.width)[torch.from_numpy(at)]
+        return StepResult(self._tree(at, nodes, chunks), path, {}, None, None, prints)
 
     def _paths(self, found: NDArray[np.int64], chunks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Paths as wide as the longest chunk, whose path is all of it."""
