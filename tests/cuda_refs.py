@@ -8,6 +8,8 @@ never depends on how torch cuts a batch; the kernels' never does. `Calls` counts
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +35,8 @@ from draftwood.kernels.moe_route import op as route_op
 from draftwood.kernels.moe_route import ref as route_ref
 from draftwood.kernels.norm_rope import op as norm_op
 from draftwood.kernels.norm_rope import ref as norm_ref
+from draftwood.kernels.rows import op as rows_op
+from draftwood.kernels.rows import ref as rows_ref
 from draftwood.kernels.tree import op as tree_op
 from draftwood.kernels.tree import ref as tree_ref
 
@@ -296,7 +300,8 @@ class Refs:
         n = _live(live, len(logits))
         if n:
             rows, nodes = at.rows[:n], at.nodes[:n]
-            mine = accept_ref.Nodes(at.tokens, at.parents, at.depths, at.lengths, rows, nodes, at.forced)
+            by_node = {k: v[:n] for k, v in vars(at).items() if k in ("rows", "nodes", "mask_lines") and v is not None}
+            mine = dataclasses.replace(at, **by_node)
             buffers.choices[:n], scores = accept_ref.choose(logits[:n], mine, params)
             if logprobs:
                 buffers.scores[:n] = scores
@@ -402,6 +407,12 @@ class RefAttention:
         return out
 
 
+def _counted(calls: Calls, name: str, *args: Any, **given: Any) -> Any:
+    """A function of kernels/rows/ref.py, which writes into the same outputs as the kernel."""
+    calls.add(name)
+    return getattr(rows_ref, name)(*args, **given)
+
+
 def replace(patch: pytest.MonkeyPatch) -> Calls:
     """Put the references in place of the kernels until `patch` is undone; return the count of launches."""
     calls = Calls()
@@ -418,6 +429,8 @@ def replace(patch: pytest.MonkeyPatch) -> Calls:
     ):
         for name in names:
             patch.setattr(module, name, getattr(refs, name))
+    for name in ("begin", "select", "advance", "synthetic"):
+        patch.setattr(rows_op, name, functools.partial(_counted, calls, name))
     attention = type("CountedRefAttention", (RefAttention,), {"calls": calls})
     patch.setattr(attention_op, "MlaAttention", attention)
     patch.setattr(attention_op, "arch", lambda device: "sm_90a")
