@@ -1,5 +1,6 @@
 """The accept kernels' own source, run on the CPU: the reference's choices and paths; and the reference's are the spec room's."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from draftwood.kernels.accept import op, ref
 from draftwood.spec import accept as spec_accept
-from draftwood.spec.sampling import History, Sampling, choose, uses_history
+from draftwood.spec.grammar import Permits
+from draftwood.spec.sampling import Floor, History, Sampling, choose, uses_history
 from draftwood.spec.tree import Tree, chain, join
 from tests.kernels.emulate import COMPILER, Emulated
 from tests.spec.toy import Params
@@ -21,8 +23,8 @@ DEPTH = 6
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(entry: str, wide: int, device: int) -> Emulated:
-        return Emulated(op._source(entry, wide))
+    def kernel(entry: str, wide: int, device: int, filters: int = 1) -> Emulated:
+        return Emulated(op._source(entry, wide, filters))
 
     monkeypatch.setattr(op, "_kernel", functools.cache(kernel))
 
@@ -118,6 +120,13 @@ class Scene:
             x[-1, 5:] = float("nan")
         return x.to(dtype)
 
+    def left_open(self, logits: Tensor) -> Tensor:
+        """Which choices `decide` leaves to `settle`."""
+        with pytest.MonkeyPatch.context() as patch:
+            known = op._kernel
+            patch.setattr(op, "_kernel", lambda entry, *form: (lambda *_, **__: None) if entry == "settle" else known(entry, *form))
+            return self.run(logits)[0] == -1
+
     def run(self, logits: Tensor, **options: bool) -> tuple[Tensor, Tensor, op.Buffers]:
         m, (r, n) = len(self.rows), self.tree.tokens.shape
         buffers = op.allocate(m + 3, r, n, self.vocab, "cpu")
@@ -125,11 +134,11 @@ class Scene:
         assert bool((buffers.choices[m:] == 0).all())
         return tokens[:m], scores[:m], buffers
 
-    def spec(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        sampling = Sampling.build(self.params, self.seeds, self.histories)
+    def spec(self, logits: Tensor, permits: Permits | None = None, floors: Sequence[Floor | None] = ()) -> tuple[Tensor, Tensor]:
+        sampling = Sampling.build(self.params, self.seeds, self.histories, floors)
         first = self.lengths + torch.where(self.tree.forced, self.tree.counts, 1)
         noise = sampling.noise(first, DEPTH + 1, self.vocab)
-        return choose(logits, self.rows, self.nodes, self.tree, sampling, noise)
+        return choose(logits, self.rows, self.nodes, self.tree, sampling, noise, permits)
 
 
 PLAIN = [
@@ -167,8 +176,61 @@ def test_choices_are_the_references_to_the_bit(name: str, dtype: torch.dtype, ki
     assert torch.equal(scores.nan_to_num(7.0).view(torch.int32), want_scores.nan_to_num(7.0).view(torch.int32))
     assert torch.equal(logits.nan_to_num(3.0), before.nan_to_num(3.0))
     if name == "filters" and kind != "hostile":  # all three ways were taken
-        first, _, _ = scene.run(logits, filters=False)
-        assert 2 < int((first == -1).sum()) < len(first) - 8
+        assert 2 < int(scene.left_open(logits).sum()) < len(tokens) - 8
+    if name == "plain":
+        again, _, _ = scene.run(logits, filters=True)
+        assert torch.equal(again, tokens)
+
+
+def hold_back(scene: Scene) -> tuple[Permits, list[Floor | None]]:
+    """Masks for two of three nodes, one of which allows nothing, and floors for every other row; the scene gets them too."""
+    m, words = len(scene.rows), -(-scene.vocab // 32)
+    places = torch.tensor([i for i in range(m) if i % 3])
+    bits = torch.randint(-(2**31), 2**31, (len(places), words), generator=scene.g, dtype=torch.int32)
+    bits[-1] = 0
+    floors: list[Floor | None] = []
+    for r in range(len(scene.params)):
+        ids = torch.randperm(scene.vocab, generator=scene.g)[: 30 + r].sort().values
+        floors.append(Floor(ids.numpy(), r % 3) if r % 2 else None)
+    order = torch.randperm(len(places), generator=scene.g)  # lines lie anywhere
+    lines = torch.full((m,), -1, dtype=torch.int32)
+    lines[places] = order.int()
+    scene.at = dataclasses.replace(scene.at, mask=torch.empty_like(bits).index_copy_(0, order, bits), mask_lines=lines)
+    ids_of = [[] if floor is None else floor.ids.tolist() for floor in floors]
+    scene.given = dataclasses.replace(
+        scene.given,
+        floor_left=torch.tensor([0 if floor is None else floor.left for floor in floors], dtype=torch.int32),
+        floor_ptr=torch.tensor(np.cumsum([0] + [len(ids) for ids in ids_of]), dtype=torch.int32),
+        floor_ids=torch.tensor(sum(ids_of, []), dtype=torch.int32),
+    )
+    return Permits(places.numpy(), bits.numpy()), floors
+
+
+@emulated
+@pytest.mark.parametrize("params", [PLAIN, PENAL, FILTERS])
+def test_masks_and_floors_are_the_references_and_the_spec_rooms(params: list[Params]) -> None:
+    scene = Scene(params, [2 + r % 3 for r in range(len(params))], 200)
+    logits = scene.logits()
+    free, _, _ = scene.run(logits)
+    permits, floors = hold_back(scene)
+    want = ref.choose(logits, scene.at, scene.given)
+    spec_tokens, spec_scores = scene.spec(logits, permits, floors)
+    assert torch.equal(want[0], spec_tokens) and not torch.equal(want[0], free)
+    torch.testing.assert_close(want[1], spec_scores, rtol=1e-6, atol=2e-6)
+    tokens, scores, _ = scene.run(logits)
+    assert torch.equal(tokens, want[0]) and torch.equal(scores.view(torch.int32), want[1].view(torch.int32))
+
+
+def test_half_of_a_mask_or_a_floor_is_refused() -> None:
+    scene = Scene(PLAIN, [2] * len(PLAIN), 200)
+    for change in ({"mask": torch.zeros(1, 7, dtype=torch.int32)}, {"mask": torch.zeros(1, 6, dtype=torch.int32)}):
+        scene.at = dataclasses.replace(scene.at, **change)
+        with pytest.raises(ValueError, match="mask"):
+            scene.run(scene.logits())
+    scene.at = dataclasses.replace(scene.at, mask=None)
+    scene.given = dataclasses.replace(scene.given, floor_left=torch.zeros(len(PLAIN), dtype=torch.int32))
+    with pytest.raises(ValueError, match="floor_left goes with|floor_left with"):
+        scene.run(scene.logits())
 
 
 @emulated
@@ -187,7 +249,7 @@ def test_segments_of_a_large_vocabulary_agree_with_the_reference() -> None:
         assert torch.equal(scores.view(torch.int32), want[1].view(torch.int32))
         if kind == "normal":  # deeper than 64, and yet nothing is left to the slowest way
             assert ref.kept(logits[2], torch.tensor(0.95), torch.tensor(0.0), 0) > 64
-            assert int((scene.run(logits, filters=False)[0] == -1).sum()) == 0
+            assert not scene.left_open(logits).any()
         without, _, _ = scene.run(logits, logprobs=False)
         assert torch.equal(without, tokens)
 
@@ -223,7 +285,7 @@ def test_what_filters_keep_is_what_the_spec_room_keeps() -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_walks_are_the_references_and_the_spec_rooms(seed: int) -> None:
     """Choices are made from the trees' own tokens, so that paths are long; one row is a prompt chunk."""
-    counts = [1, 2, 9, 33, 65, 20] if seed else [1, 2, 110]      # one more than a warp holds
+    counts = [1, 2, 9, 33, 65, 20] if seed else [1, 2, 110]  # one more than a warp holds
     scene = Scene([Params(0.0)] * (len(counts) + 1), counts, 50, seed, chunk=list(range(40)))
     m, (r, n) = len(scene.rows), scene.tree.tokens.shape
     buffers = op.allocate(m, r, n, 8, "cpu")

@@ -87,20 +87,16 @@ __device__ __forceinline__ void sort_all(u64* keys) {
 
 // Grid (M). choices, scores [M]; where [R][N]: m of each verified node.
 extern "C" __global__ void __launch_bounds__(TOP_THREADS)
-decide(const void* logits, const long long* rows, const long long* nodes, const int* live, const float* numbers, const int* top_k,
-       const long long* seeds, const long long* lengths, const long long* tokens, const long long* parents, const long long* depths,
-       const unsigned char* forced, const int* bias_ptr, const int* bias_ids, const float* bias_values, const int* history,
-       const int* history_rows, long long stride, int N, int V, int segments, int logprobs, const float2* raw, const float2* heat,
+decide(STEP_ARGUMENTS, const float2* raw, const float2* heat,
        const u64* best, const u64* lists, long long* choices, float* scores, int* where) {
   __shared__ TopWork<LISTS> work;
   __shared__ u64 all[ALL], room[TOP_THREADS / 32];
   __shared__ int small[TOP_THREADS / 32], path[LONGEST];
-  const Step step = {logits, rows, nodes, live, numbers, top_k, seeds, lengths, tokens, parents, depths, forced, bias_ptr, bias_ids,
-                     bias_values, history, history_rows, stride, N, V, segments, logprobs};
+  __shared__ Node a;
+  const Step step = STEP;
   const int m = blockIdx.x, tid = threadIdx.x, lane = tid & 31;
   pdl_wait();
   pdl_go();
-  Node a;
   if (!prepare(a, step, m, path)) return;
   u64 key = 0;
   bool settled = true;

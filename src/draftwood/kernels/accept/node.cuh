@@ -23,55 +23,80 @@ struct Step {
   const float* bias_values;
   const int* history;                                  // [H][V]: 2 * times generated + (in the prompt)
   const int* history_rows;                             // [R]
+  const int *floor_left, *floor_ptr, *floor_ids;       // [R], [R + 1]: ids (ascending) that nodes of depth < left may not choose
+  const u32* mask;                                     // [L][words]: bit t of a line is set if token t is allowed
+  const int* mask_lines;                               // [M]: a node's line, -1: everything is allowed
   long long stride;
-  int N, V, segments, logprobs;
+  int words, N, V, segments, logprobs;
 };
+// The same as a kernel's arguments, and put together again.
+#define STEP_ARGUMENTS \
+  const void *logits, const long long *rows, const long long *nodes, const int *live, const float *numbers, const int *top_k, \
+      const long long *seeds, const long long *lengths, const long long *tokens, const long long *parents, const long long *depths, \
+      const unsigned char *forced, const int *bias_ptr, const int *bias_ids, const float *bias_values, const int *history, \
+      const int *history_rows, const int *floor_left, const int *floor_ptr, const int *floor_ids, const u32 *mask, \
+      const int *mask_lines, long long stride, int words, int N, int V, int segments, int logprobs
+#define STEP {logits, rows, nodes, live, numbers, top_k, seeds, lengths, tokens, parents, depths, forced, bias_ptr, bias_ids, \
+              bias_values, history, history_rows, floor_left, floor_ptr, floor_ids, mask, mask_lines, stride, words, N, V, segments, \
+              logprobs}
 
 struct Node {
   long long logits;                                    // offset of its row
   const int* history;
+  const u32* mask;
   float temperature, top_p, min_p, presence, frequency, repetition;
   u64 seed;
   u32 position;                                        // of the token it chooses
-  int row, node, top_k, bias_from, bias_to, path;      // path: tokens in the shared list
-  bool hot, filtered, penalised;
+  int row, node, top_k, bias_from, bias_to, floor_from, floor_to, path;      // path: tokens in the shared list
+  bool hot, filtered, penalised, adjusted;             // adjusted: its logits are not the raw ones
 };
 
-// False for padding. Threads of the block see `path` (shared, LONGEST) after the barrier inside.
+__device__ __forceinline__ bool is_live(const Step& step, int m) { return !step.live || m < load_int(step.live); }
+// Fills a and path (LONGEST), which the block shares, unless node m is padding: then false. All threads call it; behind the
+// barrier inside everybody sees them.
 __device__ __forceinline__ bool prepare(Node& a, const Step& step, int m, int* path) {
-  __shared__ int found;
-  if (step.live && m >= load_int(step.live)) return false;
-  const int r = a.row = (int)step.rows[m], n = a.node = (int)step.nodes[m];
-  const float* p = step.numbers + r * 8;
-  a.temperature = p[0]; a.top_p = p[1]; a.min_p = p[2]; a.presence = p[3]; a.frequency = p[4]; a.repetition = p[5];
-  a.top_k = step.top_k[r];
-  a.hot = a.temperature > COLD;
-  a.filtered = a.hot && (a.min_p > 0.f || (a.top_k > 0 && a.top_k < step.V) || a.top_p < 1.f);
-  a.penalised = a.presence != 0.f || a.frequency != 0.f || a.repetition != 1.f;
-  a.seed = (u64)step.seeds[r];
-  const long long at = (long long)r * step.N;
-  a.position = (u32)(step.lengths[r] + step.depths[at + n] + 1);
-  a.logits = m * step.stride;
-  a.bias_from = step.bias_ptr ? step.bias_ptr[r] : 0;
-  a.bias_to = step.bias_ptr ? step.bias_ptr[r + 1] : 0;
-  a.history = step.history && a.penalised && step.history_rows[r] >= 0 ? step.history + (long long)step.history_rows[r] * step.V : nullptr;
-  a.path = 0;
-  if (a.penalised) {                                   // chains of known tokens are in the history already
-    if (threadIdx.x == 0) {
-      int count = 0;
-      if (!step.forced || !step.forced[r])
-        for (long long i = n; i > 0 && count < LONGEST; i = step.parents[at + i]) path[count++] = (int)step.tokens[at + i];
-      found = count;
-    }
-    __syncthreads();
-    a.path = found;
+  if (!is_live(step, m)) return false;
+  if (threadIdx.x == 0) {
+    const int r = a.row = (int)step.rows[m], n = a.node = (int)step.nodes[m];
+    const long long at = (long long)r * step.N;
+    const float4 p = *reinterpret_cast<const float4*>(step.numbers + r * 8);
+    const float2 q = *reinterpret_cast<const float2*>(step.numbers + r * 8 + 4);
+    const int top_k = step.top_k[r], depth = (int)step.depths[at + n], line = step.mask ? step.mask_lines[m] : -1;
+    const int bias_from = step.bias_ptr ? step.bias_ptr[r] : 0, bias_to = step.bias_ptr ? step.bias_ptr[r + 1] : 0;
+    const int history_row = step.history ? step.history_rows[r] : -1;
+    const bool chain = step.forced && step.forced[r];  // of known tokens: they are in the history, and one choice follows them all
+    const bool early = step.floor_left && (chain ? 0 : depth) < step.floor_left[r];
+    a.seed = (u64)step.seeds[r];
+    a.position = (u32)(step.lengths[r] + depth + 1);
+    a.logits = m * step.stride;
+    a.temperature = p.x; a.top_p = p.y; a.min_p = p.z; a.presence = p.w; a.frequency = q.x; a.repetition = q.y;
+    a.top_k = top_k;
+    a.hot = p.x > COLD;
+    a.filtered = a.hot && (p.z > 0.f || (top_k > 0 && top_k < step.V) || p.y < 1.f);
+    a.penalised = p.w != 0.f || q.x != 0.f || q.y != 1.f;
+    a.bias_from = bias_from; a.bias_to = bias_to;
+    a.floor_from = early ? step.floor_ptr[r] : 0;
+    a.floor_to = early ? step.floor_ptr[r + 1] : 0;
+    a.mask = line >= 0 ? step.mask + (long long)line * step.words : nullptr;
+    a.history = a.penalised && history_row >= 0 ? step.history + (long long)history_row * step.V : nullptr;
+    a.adjusted = bias_from < bias_to || a.penalised || line >= 0 || a.floor_from < a.floor_to || (a.hot && p.x != 1.f);
+    int count = 0;
+    if (a.penalised && !chain)
+      for (long long i = n; i > 0 && count < LONGEST; i = step.parents[at + i]) path[count++] = (int)step.tokens[at + i];
+    a.path = count;
   }
+  __syncthreads();
   return true;
 }
 
 // 8 logits from token `at` on, as they came.
 __device__ __forceinline__ void load_raw(float (&x)[8], const Step& step, const Node& a, int at) {
   load_logits<WIDE != 0>(x, step.logits, a.logits + at);
+}
+// First of ids[from..to), ascending, that is not below `token`.
+__device__ __forceinline__ int place_of(const int* ids, int from, int to, int token) {
+  while (from < to) { const int middle = (from + to) >> 1; if (ids[middle] < token) from = middle + 1; else to = middle; }
+  return from;
 }
 __device__ __forceinline__ float raw_logit(const Step& step, const Node& a, int token) {
   float x[8];
@@ -81,14 +106,12 @@ __device__ __forceinline__ float raw_logit(const Step& step, const Node& a, int 
   for (int e = 1; e < 8; e++) if (e == (token & 7)) chosen = x[e];
   return chosen;
 }
-// With bias, penalties and temperature.
-__device__ __forceinline__ void adjust(float (&x)[8], const Node& a, int at, const int* bias_ids, const float* bias_values, const int* path) {
+// With bias, penalties, what may not be chosen, and temperature.
+__device__ __noinline__ void adjust(float (&x)[8], const Step& step, const Node& a, int at, const int* path) {
   if (a.bias_from < a.bias_to) {
-    int low = a.bias_from, high = a.bias_to;
-    while (low < high) { const int middle = (low + high) >> 1; if (bias_ids[middle] < at) low = middle + 1; else high = middle; }
-    for (; low < a.bias_to && bias_ids[low] < at + 8; low++) {
-      const int which = bias_ids[low] - at;
-      const float value = bias_values[low];
+    for (int i = place_of(step.bias_ids, a.bias_from, a.bias_to, at); i < a.bias_to && step.bias_ids[i] < at + 8; i++) {
+      const int which = step.bias_ids[i] - at;
+      const float value = step.bias_values[i];
 #pragma unroll
       for (int e = 0; e < 8; e++) if (e == which) x[e] = add_rn(x[e], value);
     }
@@ -108,12 +131,21 @@ __device__ __forceinline__ void adjust(float (&x)[8], const Node& a, int at, con
       x[e] = sub_rn(sub_rn(y, mul_rn(a.frequency, (float)n)), mul_rn(a.presence, n > 0 ? 1.f : 0.f));
     }
   }
+  if (a.mask) {
+    const u32 allowed = a.mask[at >> 5] >> (at & 31);
+#pragma unroll
+    for (int e = 0; e < 8; e++) if (!(allowed >> e & 1)) x[e] = minus_infinity();
+  }
+  if (a.floor_from < a.floor_to) {
+    for (int i = place_of(step.floor_ids, a.floor_from, a.floor_to, at); i < a.floor_to && step.floor_ids[i] < at + 8; i++)
+#pragma unroll
+      for (int e = 0; e < 8; e++) if (e == step.floor_ids[i] - at) x[e] = minus_infinity();
+  }
   if (a.hot && a.temperature != 1.f) {
 #pragma unroll
     for (int e = 0; e < 8; e++) x[e] = divide_any(x[e], a.temperature);
   }
-#pragma unroll
-  for (int e = 0; e < 8; e++) x[e] = x[e] == x[e] ? x[e] : minus_infinity();
+  no_nan(x);
 }
 
 // Weights in fixed point, so that sums have no order: 2^45 is the weight of the highest value; 2^18 of them fit 64 bits.

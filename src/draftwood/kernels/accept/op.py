@@ -62,19 +62,21 @@ def allocate_path(rows: int, width: int, device: torch.device | str) -> Path:
     return Path(make(each), make(rows), make(each), make(rows), make(rows), make(each, dtype=torch.float32), make(each))
 
 
-def _source(entry: str, wide: int = 1) -> jit.Source:
-    return jit.Source(_FOLDER / f"{entry}.cu", entry, {} if entry == "walk" else {"WIDE": wide})
+def _source(entry: str, wide: int = 1, filters: int = 1) -> jit.Source:
+    macros = {} if entry == "walk" else {"WIDE": wide}
+    return jit.Source(_FOLDER / f"{entry}.cu", entry, macros | ({"FILTERS": filters} if entry == "scan" else {}))
 
 
 def variants() -> list[Variant]:
     """Everything the launchers choose."""
-    forms = [(entry, wide) for entry in ("scan", "decide", "settle") for wide in (0, 1)] + [("walk", 1)]
-    return [Variant(_source(*form), _THREADS[form[0]], blocks=_BLOCKS[form[0]]) for form in forms]
+    forms = [(entry, wide, 1) for entry in ("scan", "decide", "settle") for wide in (0, 1)] + [("walk", 1, 1)]
+    found = [Variant(_source(*form), _THREADS[form[0]], blocks=_BLOCKS[form[0]]) for form in forms]
+    return found + [Variant(_source("scan", wide, 0), _THREADS["scan"], blocks=_BLOCKS["scan"] + 1) for wide in (0, 1)]
 
 
 @functools.cache
-def _kernel(entry: str, wide: int, device: int) -> jit.Kernel:
-    return jit.Kernel(_source(entry, wide), device)
+def _kernel(entry: str, wide: int, device: int, filters: int = 1) -> jit.Kernel:
+    return jit.Kernel(_source(entry, wide, filters), device)
 
 
 def choose(
@@ -90,8 +92,8 @@ def choose(
     """Choose at every verified node on torch's current stream; see ref.choose. Returns buffers.choices and buffers.scores.
 
     logits [M, V] float32 or bf16; live int32 [1] on the device: how many of the M nodes are real. logprobs: whether scores are
-    wanted. filters: False only if no row of the batch has min-p, top-k or top-p: one launch less. Raises ValueError for tensors
-    that do not fit.
+    wanted. filters: False only if no row of the batch has min-p, top-k or top-p, which then are not looked at: one launch less, and
+    a faster one. Raises ValueError for tensors that do not fit.
     """
     m, v = logits.shape
     _check(logits, at, params, buffers, live)
@@ -101,11 +103,13 @@ def choose(
     step = (
         logits, at.rows, at.nodes, _or_null(live), params.numbers, params.top_k, params.seeds, at.lengths, at.tokens, at.parents,
         at.depths, _or_null(at.forced), _or_null(params.bias_ptr), _or_null(params.bias_ids), _or_null(params.bias_values),
-        _or_null(params.history), _or_null(params.history_rows), np.int64(logits.stride(0)), np.int32(at.tokens.shape[1]),
-        np.int32(v), np.int32(segments), np.int32(logprobs),
+        _or_null(params.history), _or_null(params.history_rows), _or_null(params.floor_left), _or_null(params.floor_ptr),
+        _or_null(params.floor_ids), _or_null(at.mask), _or_null(at.mask_lines), np.int64(logits.stride(0)),
+        np.int32(0 if at.mask is None else at.mask.shape[1]), np.int32(at.tokens.shape[1]), np.int32(v), np.int32(segments),
+        np.int32(logprobs),
     )  # fmt: skip
     b = buffers
-    _kernel("scan", wide, device)((segments, m), _THREADS["scan"], (*step, b.raw, b.heat, b.best, b.lists), pdl=pdl)
+    _kernel("scan", wide, device, int(filters))((segments, m), _THREADS["scan"], (*step, b.raw, b.heat, b.best, b.lists), pdl=pdl)
     decided = (b.choices, b.scores)
     _kernel("decide", wide, device)(m, _THREADS["decide"], (*step, b.raw, b.heat, b.best, b.lists, *decided, b.where), pdl=pdl)
     if filters:
@@ -172,10 +176,20 @@ def _check(logits: Tensor, at: Nodes, params: Params, buffers: Buffers, live: Te
     _fits("top_k", params.top_k, torch.int32, (r,))
     _fits("bias_ptr", params.bias_ptr, torch.int32, (r + 1,))
     _fits("history_rows", params.history_rows, torch.int32, (r,))
+    _fits("floor_left", params.floor_left, torch.int32, (r,))
+    _fits("floor_ptr", params.floor_ptr, torch.int32, (r + 1,))
+    _fits("mask_lines", at.mask_lines, torch.int32, (m,))
+    if at.mask is not None:
+        words = -(-v // 32)
+        if at.mask.dtype != torch.int32 or at.mask.dim() != 2 or at.mask.shape[1] < words or not at.mask.is_contiguous():
+            raise ValueError(f"mask must be int32 [lines, {words}] contiguous; it is {at.mask.dtype} {tuple(at.mask.shape)}")
     if params.history is not None:
         _fits("history", params.history, torch.int32, (params.history.shape[0], v))
     if (params.history is None) != (params.history_rows is None) or (params.bias_ptr is None) != (params.bias_ids is None):
         raise ValueError("history goes with history_rows, and bias_ptr with bias_ids and bias_values")
+    floor = (params.floor_left, params.floor_ptr, params.floor_ids)
+    if (at.mask is None) != (at.mask_lines is None) or len({x is None for x in floor}) > 1:
+        raise ValueError("mask goes with mask_lines, and floor_left with floor_ptr and floor_ids")
     sizes = (len(buffers.choices), *buffers.where.shape, buffers.raw.shape[1])
     if sizes[0] < m or sizes[1] < r or sizes[2] != n or sizes[3] != -(-v // SEGMENT):
         raise ValueError(f"{m} choices in {r} trees of {n} nodes over {v} tokens do not fit buffers for {sizes}")

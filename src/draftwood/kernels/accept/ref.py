@@ -2,9 +2,10 @@
 
 At a node, always on its raw logits x in float32 (NaN = -inf):
 
-1. logit bias: added. 2. Penalties over history and the node's own path below the root. Repetition r, for tokens of the prompt or
-   path or generated: x / r if x > 0 else x * r. Frequency f and presence p, for tokens generated n > 0 times (path nodes count):
-   x - f * n - p.
+0. what the node's mask does not allow, and early enough the row's end tokens (floor): -inf.
+1. logit bias: added.
+2. penalties over history and the node's own path below the root. Repetition r, for tokens of the prompt or path or generated:
+   x / r if x > 0 else x * r. Frequency f and presence p, for tokens generated n > 0 times (path nodes count): x - f * n - p.
 3. greedy (T <= 1e-5): argmax, lowest id on ties; no filter applies. Otherwise z = x / T.
 4. min-p m: keep z >= max z + log m. 5. top-k: keep the k first in the order (z descending, id ascending).
 6. top-p: in that order, keep a token while the weight before it is < p * total; the first always stays. A weight is
@@ -35,6 +36,8 @@ class Params:
 
     Bias, compressed: bias_ptr int32 [R + 1], bias_ids int32 (ascending in a row), bias_values float32; or None.
     history int32 [H, V]: 2 * times generated + (1 if in the prompt), history_rows int32 [R]: row's line of it (-1: none); or None.
+    Floor: nodes at depth d (of chains of known tokens: 0) with d < floor_left[r], int32 [R], may not choose the row's floor_ids
+    (int32, ascending in a row, from floor_ptr int32 [R + 1]); or None.
     """
 
     numbers: Tensor
@@ -45,11 +48,18 @@ class Params:
     bias_values: Tensor | None = None
     history: Tensor | None = None
     history_rows: Tensor | None = None
+    floor_left: Tensor | None = None
+    floor_ptr: Tensor | None = None
+    floor_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Trees of R rows [R, N] int64 and the verified nodes [M] int64; lengths int64 [R]; forced uint8 [R] (known chains)."""
+    """Trees of R rows [R, N] int64 and the verified nodes [M] int64; lengths int64 [R]; forced uint8 [R] (known chains).
+
+    mask int32 [L, words], words of at least V bits: bit t % 32 of word t // 32 is set where token t is allowed; mask_lines int32
+    [M]: each node's line of it (-1: everything is allowed); or None.
+    """
 
     tokens: Tensor
     parents: Tensor
@@ -58,6 +68,8 @@ class Nodes:
     rows: Tensor
     nodes: Tensor
     forced: Tensor | None = None
+    mask: Tensor | None = None
+    mask_lines: Tensor | None = None
 
 
 def adjusted(logits: Tensor, at: Nodes, params: Params) -> Tensor:
@@ -73,9 +85,23 @@ def adjusted(logits: Tensor, at: Nodes, params: Params) -> Tensor:
             counts, seen = _counts(at, params, r, n, x)
             y = torch.where(x > 0, x / repetition, x * repetition) - frequency * counts.float()
             z[m] = torch.where(seen, y - presence * (counts > 0).float(), x)
+        z[m].masked_fill_(~_allowed(at, params, m, r, n, x), -torch.inf)
         if heat > COLD:
             z[m] = z[m] / heat
     return clean(z)
+
+
+def _allowed(at: Nodes, params: Params, m: int, r: int, n: int, x: Tensor) -> Tensor:
+    """Which tokens of x [V] node n of row r, the m-th verified one, may choose at all."""
+    vocab = torch.arange(len(x), device=x.device)
+    allowed = torch.ones_like(x, dtype=torch.bool)
+    if at.mask is not None and at.mask_lines is not None and at.mask_lines[m] >= 0:
+        allowed = (at.mask[at.mask_lines[m]][vocab // 32] >> (vocab % 32) & 1).bool()
+    if params.floor_left is not None and params.floor_ptr is not None and params.floor_ids is not None:
+        depth = 0 if at.forced is not None and at.forced[r] else int(at.depths[r, n])
+        if depth < params.floor_left[r]:
+            allowed[params.floor_ids[int(params.floor_ptr[r]) : int(params.floor_ptr[r + 1])].long()] = False
+    return allowed
 
 
 def _counts(at: Nodes, params: Params, r: int, n: int, x: Tensor) -> tuple[Tensor, Tensor]:

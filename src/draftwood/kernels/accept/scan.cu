@@ -9,6 +9,10 @@
 #include "node.cuh"
 #include "../tree/top.cuh"
 
+#ifndef FILTERS
+#define FILTERS 1        // 0: no row of the batch has min-p, top-k or top-p
+#endif
+
 __device__ __forceinline__ u64 block_best(u64 key, u64* room) {
   key = warp_max(key);
   if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = key;
@@ -17,68 +21,78 @@ __device__ __forceinline__ u64 block_best(u64 key, u64* room) {
   return key;
 }
 
-extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS, 2)
-scan(const void* logits, const long long* rows, const long long* nodes, const int* live, const float* numbers, const int* top_k,
-     const long long* seeds, const long long* lengths, const long long* tokens, const long long* parents, const long long* depths,
-     const unsigned char* forced, const int* bias_ptr, const int* bias_ids, const float* bias_values, const int* history,
-     const int* history_rows, long long stride, int N, int V, int segments, int logprobs, float2* raw, float2* heat, u64* best,
+extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS, FILTERS ? 2 : 3)
+scan(STEP_ARGUMENTS, float2* raw, float2* heat, u64* best,
      u64* lists) {
+#if FILTERS
   __shared__ TopWork<PER> work;
+#endif
   __shared__ float room[SEGMENT_THREADS / 32];
   __shared__ u64 keys[SEGMENT_THREADS / 32];
   __shared__ int path[LONGEST];
-  const Step step = {logits, rows, nodes, live, numbers, top_k, seeds, lengths, tokens, parents, depths, forced, bias_ptr, bias_ids,
-                     bias_values, history, history_rows, stride, N, V, segments, logprobs};
+  __shared__ Node a;
+  const Step step = STEP;
   const int s = blockIdx.x, m = blockIdx.y, tid = threadIdx.x;
   pdl_wait();
   pdl_go();
-  Node a;
-  if (!prepare(a, step, m, path)) return;
+  if (!is_live(step, m)) return;
+  Eight<WIDE != 0> held[CHUNKS];                       // the logits travel while the node's parameters are looked up
+#pragma unroll
+  for (int i = 0; i < CHUNKS; i++)
+    if (chunk_token(s, i) < V) held[i] = fetch_logits<WIDE != 0>(logits, m * stride + chunk_token(s, i));
+  prepare(a, step, m, path);
   const long long part = (long long)m * segments + s;
   float v[PER];
 #pragma unroll
   for (int i = 0; i < CHUNKS; i++) {
-    const int at = chunk_token(s, i);
     float x[8];
-    if (at < V) load_raw(x, step, a, at);
+    logits_of<WIDE != 0>(x, held[i]);
 #pragma unroll
-    for (int e = 0; e < 8; e++) v[i * 8 + e] = at < V ? x[e] : minus_infinity();
+    for (int e = 0; e < 8; e++) v[i * 8 + e] = chunk_token(s, i) < V ? x[e] : minus_infinity();
   }
-  auto sums = [&](float2* out) {
+  auto sums = [&]() {
     float most = v[0];
 #pragma unroll
     for (int j = 1; j < PER; j++) most = fmaxf(most, v[j]);
     const float peak = block_max(most, room), sum = block_exp_sum(v, peak, room);
-    if (tid == 0) out[part] = make_float2(peak, sum);
+    return make_float2(peak, sum);                     // the sum in thread 0
   };
-  if (logprobs) sums(raw);
-  if (a.bias_from < a.bias_to || a.penalised || (a.hot && a.temperature != 1.f)) {
+  float2 found = make_float2(0.f, 0.f);
+  if (logprobs) {
+    found = sums();
+    if (tid == 0) raw[part] = found;
+  }
+  if (a.adjusted) {
 #pragma unroll
     for (int i = 0; i < CHUNKS; i++) {
       const int at = chunk_token(s, i);
       float x[8];
 #pragma unroll
       for (int e = 0; e < 8; e++) x[e] = v[i * 8 + e];
-      if (at < V) adjust(x, a, at, bias_ids, bias_values, path);
+      if (at < V) adjust(x, step, a, at, path);
 #pragma unroll
       for (int e = 0; e < 8; e++) v[i * 8 + e] = x[e];
     }
   }
+#if FILTERS
   if (a.filtered) {
-    if (a.top_p < 1.f) sums(heat);
+    if (a.top_p < 1.f) {
+      if (a.adjusted || !logprobs) found = sums();
+      if (tid == 0) heat[part] = found;
+    }
     segment_top(work, v, s);
     if (tid < TOP) lists[part * TOP + tid] = work.top[tid];
     return;
   }
-  u64 mine = 0;
+#endif
+  float most = v[0];
+  int which = 0;                                       // the first, so the lowest id, of a thread's equal ones
+#pragma unroll
+  for (int j = 1; j < PER; j++) if (v[j] > most) { most = v[j]; which = j; }
+  u64 mine;
   if (!a.hot) {
-#pragma unroll
-    for (int j = 0; j < PER; j++) mine = max(mine, rank_key(v[j], token_of(s, j)));
+    mine = rank_key(most, token_of(s, which));
   } else {
-    float most = v[0];
-    int which = 0;
-#pragma unroll
-    for (int j = 1; j < PER; j++) if (v[j] > most) { most = v[j]; which = j; }
     mine = drawn_key(a, most, token_of(s, which));
     float least = key_value((u64)warp_max_u32((u32)(mine >> 32)) << 32);     // the warp's best so far
 #pragma unroll

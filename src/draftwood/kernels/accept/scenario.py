@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -84,6 +85,23 @@ def logits(
     return out
 
 
+def held_back(params: ref.Params, at: ref.Nodes, vocab: int, seed: int = 0) -> tuple[ref.Params, ref.Nodes]:
+    """The same with masks for two of three nodes, lines in any order, and floors of a few ids for every other row."""
+    made, device = torch.Generator().manual_seed(seed), at.rows.device
+    m, rows = len(at.rows), len(params.seeds)
+    places = torch.tensor([i for i in range(m) if i % 3])
+    lines = torch.full((m,), -1, dtype=torch.int32)
+    lines[places] = torch.randperm(len(places), generator=made).int()
+    mask = torch.randint(-(1 << 31), 1 << 31, (len(places), -(-vocab // 32)), generator=made, dtype=torch.int32)
+    ids = [torch.randperm(vocab, generator=made)[: 40 * (r % 2)].sort().values for r in range(rows)]
+    ptr = torch.tensor([0, *(len(x) for x in ids)]).cumsum(0).int()
+    left = (torch.arange(rows) % 5).int()
+    floored = dataclasses.replace(
+        params, floor_left=left.to(device), floor_ptr=ptr.to(device), floor_ids=torch.cat(ids).int().to(device)
+    )
+    return floored, dataclasses.replace(at, mask=mask.to(device), mask_lines=lines.to(device))
+
+
 def pick(params: ref.Params, at: ref.Nodes, index: Tensor) -> tuple[ref.Params, ref.Nodes, Tensor]:
     """The rows `index` alone, in that order: parameters, nodes, and which of the verified nodes they keep."""
     assert params.bias_ptr is not None and params.bias_ids is not None and params.bias_values is not None
@@ -96,10 +114,16 @@ def pick(params: ref.Params, at: ref.Nodes, index: Tensor) -> tuple[ref.Params, 
         params.numbers[index], params.top_k[index], params.seeds[index], ptr, params.bias_ids[flat], params.bias_values[flat],
         params.history, None if params.history_rows is None else params.history_rows[index],
     )  # fmt: skip
+    if params.floor_left is not None and params.floor_ptr is not None and params.floor_ids is not None:
+        spans = [params.floor_ids[int(params.floor_ptr[r]) : int(params.floor_ptr[r + 1])] for r in index.tolist()]
+        ends = torch.tensor([0, *(len(x) for x in spans)]).cumsum(0).int().to(index.device)
+        some = dataclasses.replace(some, floor_left=params.floor_left[index], floor_ptr=ends, floor_ids=torch.cat(spans))
     forced = None if at.forced is None else at.forced[index]
     trees = ref.Nodes(
         at.tokens[index], at.parents[index], at.depths[index], at.lengths[index], renamed, at.nodes[kept].contiguous(), forced
     )
+    if at.mask is not None and at.mask_lines is not None:
+        trees = dataclasses.replace(trees, mask=at.mask, mask_lines=at.mask_lines[kept].contiguous())
     return some, trees, kept
 
 

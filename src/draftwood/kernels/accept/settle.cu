@@ -29,7 +29,7 @@ struct Scan {                                          // one pass over the node
     for (int at = threadIdx.x * 8; at < step.V; at += THREADS * 8) {
       float x[8];
       load_raw(x, step, a, at);
-      adjust(x, a, at, step.bias_ids, step.bias_values, path);
+      adjust(x, step, a, at, path);
 #pragma unroll
       for (int e = 0; e < 8; e++) if (x[e] > minus_infinity() && x[e] >= bound) each(add_rn(x[e], 0.f), at + e);
     }
@@ -125,8 +125,8 @@ __device__ __forceinline__ int last_tie(Work& w, const Scan& scan, u32 order, u3
 // Choose at node m. All threads of the block call it.
 __device__ __forceinline__ void settle_node(Work& w, int* path, const Step& step, int m, const float2* raw, const float2* heat,
                                             const u64* lists, long long* choices, float* scores) {
+  __shared__ Node a;
   const int lane = threadIdx.x & 31, segments = step.segments;
-  Node a;
   if (!prepare(a, step, m, path)) return;
   u64 key = lane < segments ? lists[((long long)m * segments + lane) * TOP] : 0;
   const float peak = key_value(warp_max(key));         // every warp finds it; a node left open has one
@@ -168,15 +168,10 @@ __device__ __forceinline__ void settle_node(Work& w, int* path, const Step& step
 
 // Grid: any; block b takes nodes b, b + grid, ... of M. Arguments as for `decide`.
 extern "C" __global__ void __launch_bounds__(THREADS)
-settle(const void* logits, const long long* rows, const long long* nodes, const int* live, const float* numbers, const int* top_k,
-       const long long* seeds, const long long* lengths, const long long* tokens, const long long* parents, const long long* depths,
-       const unsigned char* forced, const int* bias_ptr, const int* bias_ids, const float* bias_values, const int* history,
-       const int* history_rows, long long stride, int N, int V, int segments, int logprobs, const float2* raw, const float2* heat,
-       const u64* lists, long long* choices, float* scores, int M) {
+settle(STEP_ARGUMENTS, const float2* raw, const float2* heat, const u64* lists, long long* choices, float* scores, int M) {
   __shared__ Work w;
   __shared__ int path[LONGEST];
-  const Step step = {logits, rows, nodes, live, numbers, top_k, seeds, lengths, tokens, parents, depths, forced, bias_ptr, bias_ids,
-                     bias_values, history, history_rows, stride, N, V, segments, logprobs};
+  const Step step = STEP;
   pdl_wait();
   pdl_go();
   for (int m = blockIdx.x; m < M; m += gridDim.x) {

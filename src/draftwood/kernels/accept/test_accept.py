@@ -63,6 +63,10 @@ class TestOnDevice:
         assert torch.equal(tokens[:m], want[0])
         assert torch.equal(bits(scores[:m]), bits(want[1]))
         assert not buffers.choices[m:].any()
+        free = [r for r in range(rows) if scenario.KINDS[r][1:4] == (0, 1.0, 0.0)]
+        some, trees, kept = scenario.pick(given, at, torch.tensor(free, device="cuda"))
+        alone, _ = op.choose(x[kept].contiguous(), trees, some, scenario.buffers(trees, vocab), filters=False)
+        assert torch.equal(alone, want[0][kept])
         places = buffers.where[at.rows, at.nodes]
         assert torch.equal(places, torch.arange(m, dtype=torch.int32, device="cuda"))
 
@@ -78,6 +82,21 @@ class TestOnDevice:
         want = ref.choose(x, at, given)
         assert torch.equal(tokens, want[0])
         assert torch.equal(bits(scores.nan_to_num(3.0)), bits(want[1].nan_to_num(3.0)))
+
+    @pytest.mark.parametrize(("vocab", "dtype"), [(K26, torch.float32), (NANO, torch.bfloat16)])
+    def test_masks_and_floors_are_the_references_to_the_bit(self, vocab: int, dtype: torch.dtype) -> None:
+        rows = len(scenario.KINDS)
+        given, (at, _) = scenario.params(rows, vocab, "cuda"), scenario.nodes([3] * rows, vocab, "cuda")
+        x = scenario.logits(len(at.rows), vocab, "cuda", dtype, 1.5)
+        free = op.choose(x, at, given, scenario.buffers(at, vocab))[0].clone()
+        given, at = scenario.held_back(given, at, vocab)
+        tokens, scores = op.choose(x, at, given, scenario.buffers(at, vocab))
+        want = ref.choose(x, at, given)
+        assert torch.equal(tokens, want[0]) and torch.equal(bits(scores), bits(want[1]))
+        assert not torch.equal(tokens, free)
+        some, trees, kept = scenario.pick(given, at, torch.tensor([7, 2], device="cuda"))
+        part = op.choose(x[kept].contiguous(), trees, some, scenario.buffers(trees, vocab))[0]
+        assert torch.equal(part, tokens[kept])
 
     @pytest.mark.parametrize("sharpness", [2.0, 1.3])
     def test_a_row_does_not_depend_on_the_others(self, sharpness: float) -> None:

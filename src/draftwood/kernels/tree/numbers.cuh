@@ -1,5 +1,5 @@
 // Numbers whose bits are the same on every device: exp, log, Philox, Gumbel noise. Nothing but float32 additions,
-// multiplications and divisions rounded to nearest, so a CPU, and a GPU of another kind, find the same (numbers.py).
+// multiplications, fused ones and divisions rounded to nearest, so a CPU, and a GPU of another kind, find the same (numbers.py).
 #pragma once
 #include "../rounded.cuh"
 
@@ -40,19 +40,17 @@ __device__ __forceinline__ float divide_any(float n, float d) {
   return size > 3.4028235e38f ? n : q;
 }
 
-// e^x for x <= 0 (error below 3e-7 of the result); 0 below -86, and for -inf.
+// e^x for x <= 0 (error below 3e-7 of the result); below -86 it stays e^-86, which is nothing beside a 1.
 __device__ __forceinline__ float exp_of(float x) {
-  if (!(x >= -86.f)) return 0.f;
-  const float shifted = add_rn(mul_rn(x, 1.44269504f), 12582912.f);          // 1.5 * 2^23: the sum is rounded to an integer
+  x = fmaxf(x, -86.f);
+  const float shifted = fma_rn(x, 1.44269504f, 12582912.f);                  // 1.5 * 2^23: the sum is rounded to an integer
   const float k = sub_rn(shifted, 12582912.f);
-  const float r = sub_rn(sub_rn(x, mul_rn(k, 0.693359375f)), mul_rn(k, -2.12194440e-4f));
-  float p = 1.f / 720;
-  p = add_rn(mul_rn(p, r), 1.f / 120);
-  p = add_rn(mul_rn(p, r), 1.f / 24);
-  p = add_rn(mul_rn(p, r), 1.f / 6);
-  p = add_rn(mul_rn(p, r), .5f);
-  p = add_rn(mul_rn(p, r), 1.f);
-  p = add_rn(mul_rn(p, r), 1.f);
+  const float r = fma_rn(k, 2.12194440e-4f, fma_rn(k, -0.693359375f, x));
+  float p = fma_rn(0.0083125019f, r, 0.0418903343f);                         // least relative error for |r| <= log(2) / 2
+  p = fma_rn(p, r, 0.1666711569f);
+  p = fma_rn(p, r, 0.4999923110f);
+  p = fma_rn(p, r, 1.f);
+  p = fma_rn(p, r, 1.f);
   return __uint_as_float(__float_as_uint(p) + (__float_as_uint(shifted) << 23));   // the low bits of `shifted` are k's
 }
 
@@ -112,17 +110,37 @@ __device__ __forceinline__ float key_value(u64 key) {
   return key ? __uint_as_float(b & 0x80000000u ? b & 0x7fffffffu : ~b) : minus_infinity();
 }
 
-// 8 values from token `at` on (a multiple of 8) of a row of logits in bf16 or fp32; NaN as -inf.
+__device__ __forceinline__ void no_nan(float (&v)[8]) {                      // NaN becomes -inf
+#pragma unroll
+  for (int e = 0; e < 8; e++) v[e] = fmaxf(v[e], minus_infinity());
+}
+// 8 values from token `at` on (a multiple of 8) of a row of logits in bf16 or fp32, as they lie there.
+template <bool FLOAT32> struct Eight { uint4 word[FLOAT32 ? 2 : 1]; };
 template <bool FLOAT32>
-__device__ __forceinline__ void load_logits(float (&v)[8], const void* logits, long long at) {
-  if (FLOAT32) {
-    const uint4 a = load16((const float*)logits + at), b = load16((const float*)logits + at + 4);
+__device__ __forceinline__ Eight<FLOAT32> fetch_logits(const void* logits, long long at) {
+  Eight<FLOAT32> got;
+  if constexpr (FLOAT32) {
+    got.word[0] = load16((const float*)logits + at);
+    got.word[1] = load16((const float*)logits + at + 4);
+  } else {
+    got.word[0] = load16((const bf16*)logits + at);
+  }
+  return got;
+}
+// As numbers; NaN as -inf.
+template <bool FLOAT32>
+__device__ __forceinline__ void logits_of(float (&v)[8], const Eight<FLOAT32>& got) {
+  if constexpr (FLOAT32) {
+    const uint4 a = got.word[0], b = got.word[1];
     const u32 w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
     for (int e = 0; e < 8; e++) v[e] = __uint_as_float(w[e]);
   } else {
-    unpack8(v, load16((const bf16*)logits + at));
+    unpack8(v, got.word[0]);
   }
-#pragma unroll
-  for (int e = 0; e < 8; e++) v[e] = v[e] == v[e] ? v[e] : minus_infinity();
+  no_nan(v);
+}
+template <bool FLOAT32>
+__device__ __forceinline__ void load_logits(float (&v)[8], const void* logits, long long at) {
+  logits_of<FLOAT32>(v, fetch_logits<FLOAT32>(logits, at));
 }

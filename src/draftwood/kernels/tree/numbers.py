@@ -17,19 +17,32 @@ def _constant(value: float, like: Tensor) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device=like.device)
 
 
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of float32 tensors, rounded once.
+
+    The product is exact in float64. Its sum with c is rounded to odd there, which a second rounding cannot spoil (Boldo and
+    Melquiond, 2008): truncated towards zero, and the last bit set if anything was lost.
+    """
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    added = total - product
+    lost = (product - (total - added)) + (c - added)
+    bits = total.contiguous().view(torch.int64)
+    bits = torch.where(lost == 0, bits, torch.where((lost > 0) == (total > 0), bits, bits - 1) | 1)
+    return bits.view(torch.float64).float()
+
+
 def exp_of(x: Tensor) -> Tensor:
-    """e^x for x <= 0 (float32), 0 below -86."""
-    inside = x >= -86.0
-    x = x.where(inside, 0.0)
+    """e^x for x <= 0 (float32); below -86 it stays e^-86."""
+    x = x.clamp(min=-86.0)
     magic = _constant(12582912.0, x)
-    shifted = x * _constant(1.44269504, x) + magic
+    shifted = fma(x, _constant(1.44269504, x), magic)
     k = shifted - magic
-    r = (x - k * _constant(0.693359375, x)) - k * _constant(-2.12194440e-4, x)
-    p = torch.full_like(r, 1.0) * (_constant(1.0, x) / _constant(720.0, x))
-    for over in (120.0, 24.0, 6.0, 2.0, 1.0, 1.0):
-        p = p * r + _constant(1.0, x) / _constant(over, x)
-    scaled = (p.view(torch.int32) + k.to(torch.int32) * (1 << 23)).view(torch.float32)
-    return scaled.where(inside, 0.0)
+    r = fma(k, _constant(2.12194440e-4, x), fma(k, _constant(-0.693359375, x), x))
+    p = fma(_constant(0.0083125019, x), r, _constant(0.0418903343, x))
+    for term in (0.1666711569, 0.4999923110, 1.0, 1.0):
+        p = fma(p, r, _constant(term, x))
+    return (p.view(torch.int32) + k.to(torch.int32) * (1 << 23)).view(torch.float32)
 
 
 def minus_log(x: Tensor) -> Tensor:
