@@ -13,34 +13,40 @@ from draftwood.model.cuda.drafter import CudaDrafter
 from draftwood.model.cuda.pack import pack_drafter, pack_target
 from draftwood.model.cuda.target import CudaTarget
 from draftwood.model.drafter import Drafter
-from draftwood.model.weights import DrafterWeights, load_drafter, load_target
+from draftwood.model.weights import DrafterWeights, dummy_drafter, dummy_target, load_drafter, load_target
 from draftwood.parallel.comm import Local
 from draftwood.parallel.layout import Layout
 from tests.cuda_refs import Calls, cuda_refs  # noqa: F401
-from tests.model.tools import Window
+from tests.model.test_cuda_target import cast
+from tests.model.test_cuda_work import NARROW, NARROW_DRAFT
+from tests.model.tools import Window, shake
 
 CAPACITY, RINGS = 24, 5
 
 
-def draft_config() -> DrafterConfig:
-    return read_drafter_config(nano.path() / "draft")
+def pair(name: str = "nano") -> tuple[CudaDrafter, Drafter]:
+    """The CUDA drafter in bfloat16, and model.drafter in float32 from the same weights: nano's, or random ones of a narrow K2."""
+    config, draft = (NARROW, NARROW_DRAFT) if name == "narrow" else (read_model_config(nano.path()), nano_draft())
+    if name == "narrow":
+        weights = dummy_target(config, Layout(), torch.bfloat16, "cpu", seed=3)
+    else:
+        weights = load_target(nano.path(), config, Layout(), torch.bfloat16, "cpu")
 
+    def own(dtype: torch.dtype) -> DrafterWeights:
+        if name == "nano":
+            return load_drafter(nano.path() / "draft", draft, Layout(), dtype, "cpu")
+        made = dummy_drafter(draft, Layout(), torch.bfloat16, "cpu", seed=7)
+        shake(made, 9)
+        return cast(made, dtype)
 
-def draft_weights(dtype: torch.dtype) -> DrafterWeights:
-    return load_drafter(nano.path() / "draft", draft_config(), Layout(), dtype, "cpu")
-
-
-def pair() -> tuple[CudaDrafter, Drafter]:
-    """The CUDA drafter in bfloat16, and model.drafter in float32 from the same weights."""
-    config = read_model_config(nano.path())
-    weights = load_target(nano.path(), config, Layout(), torch.bfloat16, "cpu")
     embed, head = weights.embed.float(), weights.lm_head.float()
     target = CudaTarget(config, pack_target(config, weights, "cpu"), Layout(), Local())
-    ours = CudaDrafter(
-        draft_config(), pack_drafter(draft_config(), draft_weights(torch.bfloat16), "cpu"), Layout(), Local(), target
-    )
-    theirs = Drafter(draft_config(), draft_weights(torch.float32), Layout(), Local(), embed, head, torch.float32)
-    return ours, theirs
+    ours = CudaDrafter(draft, pack_drafter(draft, own(torch.bfloat16), "cpu"), Layout(), Local(), target)
+    return ours, Drafter(draft, own(torch.float32), Layout(), Local(), embed, head, torch.float32)
+
+
+def nano_draft() -> DrafterConfig:
+    return read_drafter_config(nano.path() / "draft")
 
 
 def rings(drafter: CudaDrafter) -> tuple[Tensor, Tensor]:
@@ -79,10 +85,11 @@ def observed(ours: CudaDrafter, bucket: DraftBucket, features: Tensor, keys: Ten
     ours.bind(bucket).observe(features, path, starts, lengths, counts, ids, keys, values, torch.tensor([live], dtype=torch.int32))
 
 
-def test_observed_context_and_proposals_are_the_reference_s(cuda_refs: Calls) -> None:  # noqa: F811
-    ours, theirs = pair()
+@pytest.mark.parametrize("name", ["nano", "narrow"])
+def test_observed_context_and_proposals_are_the_reference_s(cuda_refs: Calls, name: str) -> None:  # noqa: F811
+    ours, theirs = pair(name)
     bucket = DraftBucket(3, 8, 32, CAPACITY)
-    ours.reserve([bucket, DraftBucket(4, 16, 4, CAPACITY)])
+    ours.reserve([bucket, DraftBucket(6, 8, 4, CAPACITY)])
     poison(ours)
     keys, values = rings(ours)
     features = taps(40, ours, 1)
@@ -100,7 +107,7 @@ def test_observed_context_and_proposals_are_the_reference_s(cuda_refs: Calls) ->
     near(values[real], window.values[real], 0.03)
     window.keys.nan_to_num_()
     window.values.nan_to_num_()
-    lengths, roots, ids = torch.tensor([30, 5, 9]), torch.tensor([17, 4000, 1 << 40]), torch.tensor([3, 1, 2])
+    lengths, roots, ids = torch.tensor([30, 5, 9]), torch.tensor([17, 400, 1 << 40]), torch.tensor([3, 1, 2])
     keys[:, 1, :2] = values[:, 1, :2] = 0
     live = torch.tensor([2], dtype=torch.int32)
     logits = ours.bind(bucket).propose(roots, lengths, ids, keys, values, live)
