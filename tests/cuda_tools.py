@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 from torch import Tensor
@@ -124,11 +124,14 @@ class Step:
 
 
 def poison(target: CudaTarget) -> None:
-    """Fill the workspace with NaN: what a forward reads it must have written."""
-    assert target.work is not None
-    for name, value in vars(target.work).items():
-        if isinstance(value, Tensor):
-            value.fill_(torch.nan)
-        elif name == "experts" and value is not None:
-            value.h.fill_(torch.nan)
-            value.y.fill_(torch.nan)
+    """Fill the floats of the workspace with NaN: what a forward reads it must have written."""
+    _poison(target.work)
+
+
+def _poison(x: object) -> None:
+    if isinstance(x, Tensor):
+        if x.is_floating_point():
+            x.fill_(torch.nan)
+    elif is_dataclass(x):
+        for part in fields(x):
+            _poison(getattr(x, part.name))
