@@ -1,0 +1,40 @@
+"""Tree sizes on the device: compile limits and refusals without a GPU; on a GPU, the reference's numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftwood.kernels import check, jit
+from draftwood.kernels.sizes import checks, op, ref
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("arch", jit.ARCHS)
+def test_all_variants_compile_within_limits(arch: str) -> None:
+    for variant in op.variants():
+        assert check.check("sizes", variant, arch).spill_bytes == 0
+
+
+def test_unfit_tensors_are_refused_in_one_line() -> None:
+    trees, known, one = checks.grown(2, "cpu", 0), op.allocate("cpu"), torch.ones(1, dtype=torch.int32)
+    heat, flags = torch.zeros(2), torch.ones(2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="heat must be"):
+        op.fit(one, one, flags, trees, heat.double(), known, checks.costs("flat", "cpu"), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="points of a cost table"):
+        many = ref.Costs(torch.arange(33, dtype=torch.int32), torch.ones(33))
+        op.fit(one, one, flags, trees, heat, known, many, torch.zeros(1, dtype=torch.int64))
+
+
+class TestOnDevice:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("kind", ["flat", "steep", "mixed"])
+    @pytest.mark.parametrize(("free", "places"), checks.CASES)
+    def test_sizes_are_the_references(self, free: int, places: int, kind: str) -> None:
+        checks.fit(free, places, kind, "cuda")
+
+    @pytest.mark.parametrize(("free", "places"), checks.CASES)
+    def test_what_was_accepted_corrects_the_ratios(self, free: int, places: int) -> None:
+        checks.learn(free, places, "cuda")

@@ -1,0 +1,62 @@
+"""The sources of kernels/sizes, run on the CPU, beside their reference and the policy of the CPU engine."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from draftwood.kernels.sizes import checks, op, ref
+from draftwood.spec.policy import CostTable, fit_sizes
+from draftwood.spec.tree import Tree
+from tests.kernels.emulate import COMPILER, Emulated
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "_kernel", functools.cache(lambda entry, device: Emulated(op._source(entry))))
+
+
+@pytest.mark.parametrize("kind", ["flat", "steep", "mixed"])
+@pytest.mark.parametrize(("free", "places"), checks.CASES)
+def test_sizes_are_the_references_and_only_automatic_rows_are_cut(free: int, places: int, kind: str) -> None:
+    before, after, _, _ = checks.fit(free, places, kind, "cpu")
+    if free == 64:
+        total = (int(before.counts[:free].sum()), int(after.counts[:free].sum()))
+        assert total[1] <= total[0] if kind == "flat" else total[1] < total[0]
+
+
+@pytest.mark.parametrize(("free", "places"), checks.CASES)
+def test_what_was_accepted_corrects_the_ratios(free: int, places: int) -> None:
+    checks.learn(free, places, "cpu")
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.001, 0.01, 0.05, 0.5])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_sizes_are_as_good_as_those_of_the_cpu_engine(rows: int, slope: float) -> None:
+    """Expected tokens per second of the sizes chosen in bins are within 2 % of the exact optimum's."""
+    trees = checks.grown(rows, "cpu", rows)
+    heat, known = torch.zeros(rows), op.allocate("cpu")
+    totals = torch.tensor([rows, 2 * rows, 9 * rows, 65 * rows], dtype=torch.int32)
+    seconds = 1 + slope * totals.float() / rows
+    chances = np.zeros((rows, 65))
+    for r in range(rows):
+        n = int(trees.counts[r])
+        chances[r, 1:n] = ref.chances(trees, heat, known.ratio, r).numpy()
+    counts = trees.counts.clone()
+    count, expected = torch.tensor([rows], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    op.fit(count, count, torch.ones(rows, dtype=torch.uint8), trees, heat, known, ref.Costs(totals, seconds), expected)
+    table = CostTable.of([rows], [1, 2, 9, 65], [seconds.tolist()], [1.0])
+    whole = Tree(trees.tokens, trees.parents, trees.depths, counts, torch.zeros(rows, dtype=torch.bool), trees.logprob)
+    best = fit_sizes(whole, table, chances)
+
+    def rate(sizes: np.ndarray) -> float:
+        gain = rows + sum(chances[r, 1 : 1 + int(n)].sum() for r, n in enumerate(sizes))
+        return gain / float(table.seconds(rows, np.array(rows + sizes.sum())))
+
+    sizes = trees.counts.numpy() - 1
+    assert rate(sizes) >= 0.98 * rate(best.sizes)
+    gain = rows + sum(chances[r, 1 : 1 + int(n)].sum() for r, n in enumerate(sizes))
+    assert int(expected) / ref.ONE == pytest.approx(gain, rel=1e-3)
