@@ -19,14 +19,20 @@ PYTEST = ("-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu", "--t
 BENCH = ("-m", "draftwood", "bench", "step", "k2.6", "--device", "cuda", "--load-format", "dummy", "--routed-experts", "48",
          "--tree-spine", "--json")  # fmt: skip
 NANO = ("-m", "draftwood", "bench", "step", "nano", "--device", "cuda", "--json", "--prompts", "8", "--repeat", "2")
+FORWARD = ("-m", "tests.model.time_forward")
+COMPILE = """import torch; from draftwood.kernels import case, check, jit
+print(len(case.compile_parallel(check.kernel_names(), jit.arch_of(torch.cuda.get_device_capability(0)))), "kernels")"""
 CHECK = ("-m", "draftwood", "check", "nano", "--device", "cuda", "--bitwise", "--json")
 
 PARTS: dict[str, tuple[float, tuple[str, ...]]] = {
+    "compile": (300, ("-c", COMPILE)),
     "rows": (100, (*PYTEST, "src/draftwood/kernels/rows")),
     "model": (300, (*PYTEST, "tests/model")),
     "first": (150, ("-m", "draftwood", "generate", "nano", "--device", "cuda", "-p", "def fibonacci(n):", "--max-tokens", "64")),
     "engine": (420, (*PYTEST, "tests/engine/test_cuda_device.py")),
     "check-quick": (200, (*CHECK, "--prompts", "6", "--max-tokens", "48", "--budgets", "1,8,64", "--batch", "1,4")),
+    "forward": (240, FORWARD),
+    "forward-whole": (240, (*FORWARD, "--layers", "61", "--whole-only", "--cases", "1x0,1x8,1x64,64x0,32x8")),
     "k26-small": (150, (*BENCH, "--layers", "4", "--rows", "1,2", "--budgets", "0,8")),
     "k26-one": (260, (*BENCH, "--rows", "1", "--budgets", "0,8,16,32,64", "--synthetic-accept", "4.2")),
     "k26-many": (300, (*BENCH, "--rows", "8,32,64,128", "--budgets", "0,8", "--synthetic-accept", "4.2")),

@@ -1,8 +1,8 @@
-"""Where a forward's time goes, on a CUDA device: `python tests/model/time_forward.py FILE [--layers 9] [--cases 1x0,1x8,64x0]`.
+"""Where a forward's time goes, on a CUDA device: `python -m tests.model.time_forward [--layers 9] [--cases 1x0,1x8,64x0]`.
 
 A forward of full-width K2.6 with random weights is captured whole, and again without one family of kernels at a time (results are
 then wrong; times are not): the difference is what that family costs between its neighbours, prefetching and gaps included. One JSON
-line per case and family.
+line per case and family on stdout.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -93,7 +92,6 @@ def case(target: CudaTarget, rows: int, budget: int, context: int) -> tuple[Forw
 def main() -> None:
     """Time all cases."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
     parser.add_argument("--layers", type=int, default=9)
     parser.add_argument("--experts", type=int, default=48)
     parser.add_argument("--context", type=int, default=512)
@@ -107,7 +105,7 @@ def main() -> None:
     torch.cuda.synchronize()
     made = time.monotonic() - began
     peak = read_peak(torch.device("cuda"))
-    lines: list[dict[str, Any]] = [{"read_peak_gb_s": peak / 1e9, "weights_s": made, "layers": asked.layers}]
+    print(json.dumps({"read_peak_gb_s": peak / 1e9, "weights_s": made, "layers": asked.layers}), flush=True)
     target = CudaTarget(config, packed, Layout(), Local(), draft.taps, 8192)
     names = {shape: name for name, shape in target.sizes.linears().items()}
     for rows, budget in (tuple(map(int, c.split("x"))) for c in asked.cases.split(",")):
@@ -126,9 +124,7 @@ def main() -> None:
                          "launches": total(tuple(launches.items()))}  # fmt: skip
             else:
                 shown = {"without": family, "costs_ms": (whole - took) * 1000, "mb": traffic.get(family, 0) / 1e6}
-            lines.append({"rows": rows, "budget": budget, **shown})
-            print(json.dumps(lines[-1]), flush=True)
-            asked.file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            print(json.dumps({"rows": rows, "budget": budget, **shown}), flush=True)
 
 
 if __name__ == "__main__":
