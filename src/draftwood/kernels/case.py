@@ -103,7 +103,9 @@ def measure(case: Case, device: torch.device, peak: float) -> dict[str, Any]:
 
 def compile_parallel(kernels: list[str], arch: str, workers: int = 16) -> list[check.Built]:
     """Build every variant of the kernels for `arch` in threads (NVRTC releases the interpreter lock)."""
-    jobs = [(kernel, variant) for kernel in kernels for variant in check.variants(kernel) if arch in variant.archs]
+    wanted = [(kernel, variant) for kernel in kernels for variant in check.variants(kernel) if arch in variant.archs]
+    # Some variants differ in what they are launched with only: the same source need not be built twice at once.
+    jobs = list({(kernel, v.source.label(), v.source.file): (kernel, v) for kernel, v in wanted}.values())
     first = [check.check(job[0], job[1], arch) for job in jobs[:1]]  # imports the compiler, which threads must not do at once
     with ThreadPoolExecutor(workers) as pool:
         return first + list(pool.map(lambda job: check.check(job[0], job[1], arch), jobs[1:]))

@@ -127,7 +127,8 @@ def _with_headers(file: Path) -> str:
 
 
 def _options(arch: str) -> dict[str, Any]:
-    return {"std": "c++17", "arch": arch, "lineinfo": True, "ptxas_options": ["-v"]}
+    # NVRTC has a cache of its own (on machines with a driver), and what comes out of it comes without ptxas's report.
+    return {"std": "c++17", "arch": arch, "lineinfo": True, "no_cache": True, "ptxas_options": ["-v"]}
 
 
 def _key(source: Source, arch: str) -> str:
