@@ -1,8 +1,8 @@
 """Where a forward's time goes, on a CUDA device: `python -m tests.model.time_forward [--layers 9] [--cases 1x0,1x8,64x0]`.
 
 A forward of full-width K2.6 with random weights is captured whole, and again without one family of kernels at a time (results are
-then wrong; times are not): the difference is what that family costs between its neighbours, prefetching and gaps included. One JSON
-line per case and family on stdout.
+then wrong; times are not): the difference is what that family costs between its neighbours, prefetching and gaps included. Two
+other orders of the kernels are timed whole. One JSON line per case and family on stdout.
 """
 
 import argparse
@@ -46,7 +46,11 @@ def _nothing(*args: Any, **given: Any) -> Any:
 
 @contextmanager
 def without(family: str, names: dict[Any, str]) -> Iterator[None]:
-    """Leave out the launches of a family: one of PARTS, a linear operation's name, or "" for none."""
+    """Leave out the launches of a family: one of PARTS, a linear operation's name, or "" for none. Or run in another order."""
+    if family in OTHERWISE:
+        with mock.patch.object(Forward, "_moe", OTHERWISE[family]):
+            yield
+        return
     if family in PARTS:
         owner, name = PARTS[family]
         with mock.patch.object(owner, name, _nothing):
@@ -61,6 +65,34 @@ def without(family: str, names: dict[Any, str]) -> Iterator[None]:
         yield
 
 
+def _shared_first(self: Forward, mlp: Any, nodes: Any) -> None:
+    """Shared expert, router, experts: the other order."""
+    w, plan = self.work, self.plans[0]
+    self._dense(mlp.shared, w.shared, nodes.total)
+    route_op.route(w.normed, mlp.router, nodes.total, w.lists, plan.tile)
+    moe_op.moe_int4(w.normed, mlp.experts, w.lists, nodes.total, w.shared, w.delta, w.experts, plan)
+
+
+def _shared_beside(self: Forward, mlp: Any, nodes: Any) -> None:
+    """The shared expert on a stream of its own, beside the router."""
+    w, plan, main, side = self.work, self.plans[0], torch.cuda.current_stream(), _side()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        self._dense(mlp.shared, w.shared, nodes.total)
+    route_op.route(w.normed, mlp.router, nodes.total, w.lists, plan.tile)
+    main.wait_stream(side)
+    moe_op.moe_int4(w.normed, mlp.experts, w.lists, nodes.total, w.shared, w.delta, w.experts, plan)
+
+
+@functools.cache
+def _side() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+OTHERWISE = {"shared first": _shared_first, "shared beside": _shared_beside}
+"""Other orders of a layer's kernels that give the same results; for up to 1024 nodes."""
+
+
 def distinct(run: Callable[[], Any]) -> float:
     """Experts that a layer's nodes choose, on average over the layers."""
     found, real = [], moe_op.moe_int4
@@ -72,6 +104,12 @@ def distinct(run: Callable[[], Any]) -> float:
     with mock.patch.object(moe_op, "moe_int4", counted):
         run()
     return sum(found) / len(found)
+
+
+def timed(run: Callable[[], Any], family: str, names: dict[Any, str]) -> float:
+    """Seconds of a replay with one change."""
+    with without(family, names):
+        return time_graph(run, 1) * 1e-6
 
 
 def case(target: CudaTarget, rows: int, budget: int, context: int) -> tuple[Forward, Callable[[], Any]]:
@@ -108,23 +146,32 @@ def main() -> None:
     print(json.dumps({"read_peak_gb_s": peak / 1e9, "weights_s": made, "layers": asked.layers}), flush=True)
     target = CudaTarget(config, packed, Layout(), Local(), draft.taps, 8192)
     names = {shape: name for name, shape in target.sizes.linears().items()}
-    for rows, budget in (tuple(map(int, c.split("x"))) for c in asked.cases.split(",")):
+    cases = [tuple(map(int, c.split("x"))) for c in asked.cases.split(",")]
+    for rows, budget in cases:
         forward, run = case(target, rows, budget, asked.context)
         experts = distinct(run)
         traffic = dict(work.traffic(target.sizes, [1 + budget] * rows, asked.context, experts))
-        launches = dict(work.launches(target.sizes, forward.bucket))
-        floor = sum(traffic.values()) / peak
+        launches, floor = total(work.launches(target.sizes, forward.bucket)), sum(traffic.values()) / peak
         for family in [""] if asked.whole_only else ["", *PARTS, *target.sizes.times()]:
-            with without(family, names):
-                run()
-                took = time_graph(run, 1) * 1e-6
+            took = timed(run, family, names)
             if not family:
                 whole = took
-                shown = {"ms": took * 1000, "floor_ms": floor * 1000, "x_floor": took / floor, "experts": experts,
-                         "launches": total(tuple(launches.items()))}  # fmt: skip
+                shown = {
+                    "ms": took * 1000,
+                    "floor_ms": floor * 1000,
+                    "x_floor": took / floor,
+                    "experts": experts,
+                    "launches": launches,
+                }
             else:
                 shown = {"without": family, "costs_ms": (whole - took) * 1000, "mb": traffic.get(family, 0) / 1e6}
             print(json.dumps({"rows": rows, "budget": budget, **shown}), flush=True)
+    for family in OTHERWISE:  # last, for a device may refuse to capture them
+        for rows, budget in cases:
+            forward, run = case(target, rows, budget, asked.context)
+            if forward.bucket.tokens <= 1024:
+                took = timed(run, family, names) * 1000
+                print(json.dumps({"rows": rows, "budget": budget, "order": family, "ms": took}), flush=True)
 
 
 if __name__ == "__main__":
