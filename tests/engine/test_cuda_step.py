@@ -13,6 +13,8 @@ from draftwood.engine.request import SamplingParams
 from draftwood.errors import RequestError
 from draftwood.kernels.rows import op as rows_op
 from draftwood.kernels.rows import ref as rows_ref
+from draftwood.kernels.sizes import op as sizes_op
+from draftwood.kernels.sizes import ref as sizes_ref
 from draftwood.llm import LLM
 from draftwood.model.cuda import keys
 from draftwood.model.cuda.keys import Key, Sizes
@@ -29,6 +31,8 @@ def references():
     cuda_refs.replace(patch)
     for name in ("begin", "select", "advance", "synthetic"):
         patch.setattr(rows_op, name, getattr(rows_ref, name))
+    for name in ("fit", "learn"):
+        patch.setattr(sizes_op, name, getattr(sizes_ref, name))
     yield
     patch.undo()
 
@@ -269,3 +273,39 @@ def test_the_bits_behind_every_token_are_those_of_plain_decoding():
 
     plain = bits(0)
     assert bits(8) == plain and len({p for row in plain for p in row}) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slope", [0.0, 0.08, 9.0])
+def test_automatic_trees_are_as_large_as_they_pay_and_change_no_token(slope):
+    """slope: what a node costs, as a share of a plain step."""
+    some = engine(tree_budget="auto", max_num_seqs=2)
+    some.stepper.auto.measure(lambda rows, nodes: (1 + slope * rows * (nodes - 1), rows * nodes))
+    asks = [
+        (text(30), ask(max_tokens=30, ignore_eos=True)),
+        (text(40), ask(max_tokens=24, temperature=0.7, seed=2, ignore_eos=True)),
+    ]
+    plain = [(prompt, ask(**{**vars(params), "tree_budget": 0})) for prompt, params in asks]
+    want = [decode(engine(tree_budget=0), [one])[0] for one in plain]
+    assert decode(some, asks) == want
+    sizes = some.totals.trees
+    mean = sum(n * count for n, count in enumerate(sizes)) / sum(sizes)
+    assert mean > 12 if slope == 0 else mean < 1.5 if slope == 9 else 1 < mean < 12
+    assert bool((some.stepper.auto.calibration.predicted > 0).any()) == (slope < 9)
+
+
+def test_a_step_of_no_request_can_be_timed():
+    some = engine(tree_budget="auto", max_num_seqs=2)
+    launch = some.stepper.prepare(some.stepper.sizes.key(2, 4, False))
+    some.stepper.rows.rehearse(2, 4, 100, some.plan.num_pages)
+    launch()
+    step = some.stepper.step_of(some.stepper.sizes.key(2, 4, False))
+    assert int(step.flat.total) == 10 and step.results.lengths.tolist() == [100, 100]
+    ((prompt, params),) = [(text(30), ask(max_tokens=5, tree_budget=4))]
+    agree(decode(some, [(prompt, params)])[0], prompt, params)
+
+
+def test_automatic_trees_are_refused_where_nothing_was_measured():
+    with pytest.raises(RequestError, match="started with --tree-budget auto") as refused:
+        engine(tree_budget=8).add(text(5), SamplingParams(tree_budget="auto"))
+    assert refused.value.param == "tree_budget"

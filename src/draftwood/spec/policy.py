@@ -45,9 +45,7 @@ class CostTable:
     plain: NDArray[np.float64]
 
     @staticmethod
-    def of(
-        rows: Sequence[int], nodes: Sequence[int], drafted: Sequence[Sequence[float]], plain: Sequence[float]
-    ) -> CostTable:
+    def of(rows: Sequence[int], nodes: Sequence[int], drafted: Sequence[Sequence[float]], plain: Sequence[float]) -> CostTable:
         """Check and build. Raises ConfigError when sizes do not match or a time is not a positive number."""
         table, single = np.array(drafted, np.float64), np.array(plain, np.float64)
         if table.shape != (len(rows), len(nodes)) or single.shape != (len(rows),):
@@ -221,6 +219,14 @@ class AutoSize:
             if free == rows:  # prompt chunks make a step's time say little about drafting
                 self._judge(load, found.tokens / found.seconds * self.costs.plain_seconds(rows) / rows)
         return torch.from_numpy(found.sizes)
+
+    def learn(self, rows: int, largest: int, nodes: int, tokens: float) -> None:
+        """Take note of a drafted step without prompts whose trees were cut elsewhere: its largest one beyond the root, its nodes
+        in all, and the tokens that its rows return on average together."""
+        load = self._load(rows)
+        load.budget = min(max(2 * largest, 4), self.max_budget)
+        seconds = float(self.costs.seconds(rows, np.array(nodes)))
+        self._judge(load, tokens / seconds * self.costs.plain_seconds(rows) / rows)
 
     def _judge(self, load: _Load, advantage: float) -> None:
         """Update the running advantage over plain decoding; stop drafting for a while where there is none."""

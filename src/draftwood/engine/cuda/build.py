@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwood.config import Options, Plan
+from draftwood.engine.cuda.auto import AutoTrees
 from draftwood.engine.cuda.graph import CudaParts
 from draftwood.engine.cuda.stepper import CudaStepper
 from draftwood.errors import ConfigError
@@ -17,6 +18,7 @@ from draftwood.kv.store import DraftStore, LatentStore
 from draftwood.model.config import DrafterConfig, ModelConfig
 from draftwood.model.cuda.drafter import CudaDrafter
 from draftwood.model.cuda.dummy import dummy_drafter, dummy_target
+from draftwood.model.cuda.keys import Sizes
 from draftwood.model.cuda.pack import PackedDrafter, PackedTarget, pack_drafter, pack_target
 from draftwood.model.cuda.target import CudaTarget
 from draftwood.model.weights import load_drafter, load_target
@@ -44,7 +46,9 @@ def start(
     device = torch.device("cuda", torch.cuda.current_device())
     try:
         parts = build(plan, config, drafter, folders, bigram, comm, device)
-        return parts, CudaStepper(parts, plan)
+        stepper = CudaStepper(parts, plan)
+        stepper.calibrate()
+        return parts, stepper
     except torch.OutOfMemoryError:
         whole = sum(n for _, n in plan.memory) / 2**30
         raise ConfigError(
@@ -83,6 +87,8 @@ def build(
         own = _drafter(drafter, layout, None if dummy else folders[1], device)
         parts.drafter = CudaDrafter(drafter, own, layout, comm, target, plan.max_model_len)
         parts.draft_kv = _windows(plan, drafter, layout, device)
+        if options.tree_budget == "auto":
+            parts.auto = AutoTrees(Sizes.of(plan), plan.max_num_seqs, plan.max_budget, device)
     return parts
 
 

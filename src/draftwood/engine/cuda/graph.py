@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftwood.config import STAGES
+from draftwood.engine.cuda.auto import AutoTrees
 from draftwood.engine.cuda.record import Launch
 from draftwood.engine.cuda.state import DeviceRows, Fields, carve, carved_bytes
 from draftwood.engine.step import Common
@@ -22,6 +23,7 @@ from draftwood.kernels.accept.ref import Nodes, Path
 from draftwood.kernels.kv_commit import op as commit_op
 from draftwood.kernels.rows import op as rows_op
 from draftwood.kernels.rows.ref import Verified
+from draftwood.kernels.sizes import op as sizes_op
 from draftwood.kernels.tree import op as tree_op
 from draftwood.kernels.tree.ref import NODES, Flat, Options, Table, Trees
 from draftwood.kv.store import DraftStore, LatentStore
@@ -44,6 +46,8 @@ class CudaParts(Common):
     draft_kv: DraftStore | None = None
     options: Options = Options()
     table: Table | None = None
+    auto: AutoTrees | None = None
+    """Where trees may be cut to what pays."""
     noise: str = "shared"
     synthetic: float | None = None
 
@@ -55,6 +59,7 @@ class Results:
     raw: Tensor
     lengths: Tensor
     nodes: Tensor
+    expected: Tensor
     path: Path
 
     @staticmethod
@@ -63,7 +68,8 @@ class Results:
         longs, each, wide = torch.int64, (places,), (places, width)
         return [
             ("lengths", longs, each), ("nodes", longs, each), ("counts", longs, each), ("emitted", longs, each),
-            ("final", longs, each), ("path", longs, wide), ("tokens", longs, wide), ("logprobs", torch.float32, wide),
+            ("final", longs, each), ("expected", longs, (1,)), ("path", longs, wide), ("tokens", longs, wide),
+            ("logprobs", torch.float32, wide),
         ]  # fmt: skip
 
     @staticmethod
@@ -73,7 +79,7 @@ class Results:
         v = carve(buffer, fields)
         which = chosen[: places * width].view(places, width)
         path = Path(v["path"], v["counts"], v["tokens"], v["emitted"], v["final"], v["logprobs"], which)
-        return Results(buffer[: carved_bytes(fields)], v["lengths"], v["nodes"], path)
+        return Results(buffer[: carved_bytes(fields)], v["lengths"], v["nodes"], v["expected"], path)
 
 
 class Buffers:
@@ -172,11 +178,21 @@ class CudaStep:
             tree_op.grow(
                 found, self.roots[:f], self.lengths[:f], budgets, heat, self.knobs, self.trees, parts.table, rows=free
             )  # fmt: skip
+            self._cut()
         tree_op.flatten(
             self.trees, self.lengths, rows.table(r), parts.kv.page_size, self.flat, rows=rows.given("live", 1)
         )  # fmt: skip
         if self.key.prompts:
             rows_op.select(rows.places(r), self.trees.counts, self.flat, self.verified)
+
+    def _cut(self) -> None:
+        """Keep of the automatic rows' trees what pays."""
+        rows, auto = self.rows, self.parts.auto
+        if auto is not None:
+            heat, automatic = rows.given("temperature", self.places), rows.given("automatic", self.places)
+            counters = (rows.given("live", 1), rows.given("free", 1))
+            costs = auto.costs[self.key.rows]
+            sizes_op.fit(*counters, automatic, self.trees, heat, auto.calibration, costs, self.results.expected)
 
     def _verify(self) -> None:
         wanted = (self.verified.index, self.verified.live) if self.key.prompts else None
@@ -196,9 +212,12 @@ class CudaStep:
         accept_op.walk(self.nodes, self.trees.counts, self.accept, self.results.path, rows=rows.given("live", 1))
 
     def _commit(self) -> None:
-        rows, r, path = self.rows, self.places, self.results.path
+        rows, r, path, parts = self.rows, self.places, self.results.path, self.parts
         if self.drafts:
-            commit_op.commit_latents(self.parts.kv.cache, self.flat.slots, path.nodes, path.counts, rows=rows.given("live", 1))
+            commit_op.commit_latents(parts.kv.cache, self.flat.slots, path.nodes, path.counts, rows=rows.given("live", 1))
+        if self.drafts and parts.auto is not None:
+            heat = rows.given("temperature", r)
+            sizes_op.learn(rows.given("free", 1), self.trees, heat, path, parts.auto.calibration)
         self._observe()
         rows_op.advance(rows.places(r), rows.state, self.lengths, path, rows.given("history_rows", r))
 

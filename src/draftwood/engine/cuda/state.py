@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftwood.config import PAGE_SIZE
 from draftwood.engine.request import MAX_BIASES, SamplingParams
 from draftwood.engine.scheduler import Growth, Start, StepPlan
 from draftwood.kernels.accept.ref import Params
@@ -166,6 +167,24 @@ class DeviceRows:
             self._known[plan.rows[i]] += len(plan.chunks[i])
         return Staged(key, tuple(results[i] for i in range(len(plan.rows))))
 
+    def rehearse(self, rows: int, budget: int, context: int, pages: int) -> None:
+        """Send a step of `rows` greedy rows after `context` tokens, which all may draft `budget` nodes; of no request. They use
+        the first of `pages` pages, which nobody has yet."""
+        host = self._inputs.host
+        host["live"][0] = host["free"][0] = rows
+        host["ids"][:rows] = np.arange(rows)
+        host["budgets"][:rows], host["history_rows"][:rows], host["bias_ptr"][:] = budget, -1, 0
+        for name in ("automatic", "forced", "temperature", "top_k", "seeds", "draft_seeds", "chunks"):
+            host[name][:rows] = 0
+        host["emits"][:rows], host["numbers"][:rows] = 1, (0, 1, 0, 0, 0, 1, 0, 0)
+        self._inputs.send()
+        need = -(-(context + 1 + budget) // PAGE_SIZE)
+        at = np.arange(rows)[:, None] * need + np.arange(self.sizes.width)
+        self._tables.host["table"][:rows] = np.where(np.arange(self.sizes.width) < need, at % pages, self._sink)
+        self._tables.send()
+        self.state.lengths[:rows] = context
+        self.state.roots[:rows] = (torch.arange(rows, device=self.device) * 7919 + 17) % self.vocab
+
     def silence(self) -> None:
         """Send a step without rows: a graph that runs on it touches nothing."""
         for name in ("live", "free", "pieces", "piece_places"):
@@ -182,6 +201,7 @@ class DeviceRows:
         host["chunks"][:live] = [size for _, _, size, _ in order]
         host["emits"][:live] = [emits for *_, emits in order]
         host["forced"][:live] = np.arange(live) >= free
+        host["automatic"][:live] = [plan.auto[i] for i, *_ in order]
         host["budgets"][:live] = [plan.budgets[i] if not size else 0 for i, _, size, _ in order]
         host["bases"][:live] = [self._known[plan.rows[i]] + at if size else 0 for i, at, size, _ in order]
         host["offsets"][:live] = np.cumsum([0, *(size for _, _, size, _ in order)])[:-1]
@@ -246,7 +266,7 @@ def _fields(places: int, pieces: int) -> Fields:
     one = [(name, ints, (1,)) for name in ("live", "free", "pieces")]
     each = [(name, longs, (places,)) for name in ("ids", "bases", "seeds", "draft_seeds")]
     each += [(name, ints, (places,)) for name in ("chunks", "offsets", "budgets", "top_k", "history_rows")]
-    each += [("emits", torch.uint8, (places,)), ("forced", torch.uint8, (places,))]
+    each += [(name, torch.uint8, (places,)) for name in ("emits", "forced", "automatic")]
     rest: Fields = [
         ("numbers", torch.float32, (places, 8)), ("temperature", torch.float32, (places,)),
         ("bias_ptr", ints, (places + 1,)), ("piece_places", longs, (pieces,)),

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwood.config import Plan
+from draftwood.engine.cuda.auto import AutoTrees
 from draftwood.engine.cuda.graph import Buffers, CudaParts, CudaStep, Results
 from draftwood.engine.cuda.record import Graphs, Immediate, Launch, Recorder
 from draftwood.engine.cuda.state import DeviceRows, Staged, carve, pinned
@@ -21,6 +22,9 @@ from draftwood.errors import RequestError
 from draftwood.model.cuda.keys import Key, Sizes
 from draftwood.spec.accept import Path
 from draftwood.spec.tree import Tree
+
+CONTEXT, REPEATS = 1024, 3
+"""Committed tokens of the rows whose steps are timed for automatic trees, and how often; the fastest counts."""
 
 
 class CudaStepper:
@@ -36,6 +40,7 @@ class CudaStepper:
         if parts.drafter is not None and parts.draft_kv is not None:
             parts.drafter.reserve(self.sizes.all_draft_buckets(parts.draft_kv.keys.shape[2]))
         self.rows = DeviceRows(self.sizes, plan.max_num_seqs, parts.kv.sink, parts.vocab, self.device, parts.noise)
+        self.auto = parts.auto
         self.buffers = Buffers(self.sizes, parts.vocab, self.device)
         self.recorder: Recorder = Graphs(self.device) if graphs else Immediate()
         self.prints = False
@@ -47,6 +52,8 @@ class CudaStepper:
 
     def refuse(self, params: SamplingParams) -> None:
         """Raise RequestError for what the kernels do not know yet."""
+        if params.tree_budget == "auto" and self.auto is None and self.plan.block:
+            raise RequestError("tree_budget auto needs an engine that was started with --tree-budget auto on a GPU", "tree_budget")
         if params.grammar is not None:
             raise RequestError(f"{params.grammar.param} is not supported on --device cuda yet", params.grammar.param)
         if params.min_tokens:
@@ -74,6 +81,7 @@ class CudaStepper:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, trace: bool = False) -> Flying:
         """Send what changed, start the step's graph, and copy its results away behind it."""
+        plan = plan if self.auto is None else self.auto.sized(plan)
         for start in plan.starts:
             self._restore(start)
         staged = self.stage(plan)
@@ -92,6 +100,26 @@ class CudaStepper:
         key = self.rows.key(plan)
         self.prepare(key)
         return self.rows.stage(plan, key)
+
+    @torch.inference_mode()
+    def calibrate(self) -> None:
+        """Measure what steps cost, for automatic trees. Before the first request."""
+        if self.auto is not None:
+            self.auto.measure(self._time)
+
+    def _time(self, rows: int, nodes: int) -> tuple[float, int]:
+        key = self.sizes.key(rows, nodes - 1, False)
+        launch, context = self.prepare(key), min(CONTEXT, self.plan.max_model_len // 2)
+        found = []
+        for _ in range(REPEATS):
+            self.rows.rehearse(rows, nodes - 1, context, self.plan.num_pages)
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            marks[0].record()
+            launch()
+            marks[1].record()
+            marks[1].synchronize()
+            found.append(marks[0].elapsed_time(marks[1]) / 1e3)
+        return min(found), int(self.step_of(key).flat.total)
 
     def _restore(self, start: Start) -> None:
         """Fill the drafter's window of a row that begins on shared pages."""
@@ -115,7 +143,7 @@ class CudaStepper:
         if self.device.type == "cuda":
             done = torch.cuda.Event(blocking=False)
             done.record()
-        return Flying(plan, staged, step.places, self.sizes.path, raw, arrays, prints, done)
+        return Flying(self.auto, plan, staged, step.places, self.sizes.path, raw, arrays, prints, done)
 
     def _prints(self, step: CudaStep) -> Tensor:
         """[places, path] a sum over the bits of a row of logits, each times an odd number of its own, modulo 2^64."""
@@ -136,6 +164,7 @@ class Flying:
     """A step on its way. raw: its Results; arrays: tokens, parents, depths, logprob [places, 65] of its trees, when traced; prints
     int64 [places, width], when wanted."""
 
+    auto: AutoTrees | None
     plan: StepPlan
     staged: Staged
     places: int
@@ -153,6 +182,8 @@ class Flying:
         at = np.array(self.staged.results, np.int64)
         chunks = np.array([len(chunk) for chunk in self.plan.chunks], np.int64)
         forced = chunks > 0
+        if self.auto is not None:
+            self.auto.learn(self.plan, views["nodes"][at], int(views["expected"][0]))
         nodes, counts = np.where(forced, chunks, views["nodes"][at]), np.where(forced, chunks, views["counts"][at])
         path = Path(
             nodes=torch.from_numpy(self._paths(views["path"][at], chunks)),
