@@ -229,7 +229,7 @@ class Refs:
         assert tuple(out.shape) == (r, block, share * kv_heads, d) and out.is_contiguous()
         wanted = draft_op.workspace_numel(r, kv_heads, share, block, capacity, d)
         assert workspace is None or workspace.numel() >= wanted
-        self.calls.add("draft_attention", 2 if wanted else 1)
+        self.calls.add("draft_attention")
         n = _live(rows, r)
         out[:n] = draft_ref.draft_attention(qkv[:n], keys, values, lengths[:n], ids[:n], torch.float64)
         return out

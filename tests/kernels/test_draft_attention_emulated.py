@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftwood.kernels import jit
 from draftwood.kernels.draft_attention import op, ref
 from draftwood.kernels.norm_rope import ref as norm_ref
 from draftwood.kv.store import DraftStore
@@ -23,8 +24,9 @@ ROPE = RopeConfig(50000.0, 64.0, 4096, 32.0, 1.0, 1.0, 1.0)
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(device: int, entry: str, d: int, split: bool = False) -> Emulated:
-        return Emulated(op._source(entry, d, split))
+    def kernel(device: int, d: int, split: bool) -> tuple[op.Form, Emulated]:
+        form = op.form(d, split, jit.SHARED_LIMIT["sm_90a"])
+        return form, Emulated(form.source())
 
     monkeypatch.setattr(op, "_kernel", functools.cache(kernel))
 
@@ -50,7 +52,7 @@ def test_reference_is_the_models_layer_from_the_projection_to_the_heads_output()
     layer = DraftLayer(weights, config, Local())
     want = layer._attend(x, table[at], *context.layer(0), context)
 
-    order = layers.halves_to_pairs(torch.arange(d), d).argsort()   # the model keeps its keys in pairs
+    order = layers.halves_to_pairs(torch.arange(d), d).argsort()  # the model keeps its keys in pairs
     qkv = (x @ torch.cat((q, k, v)).T).view(3 * block, -1, d)
     turns = torch.view_as_real(table)
     queries = norm_ref.heads(qkv[:, :q_heads], q_norm, turns, at, 1e-5)

@@ -4,22 +4,48 @@
 // Keys stand in tiles of 64: tile 0 of chunk 0 is the draft block's own (at most 16), then places 0, 1, ... of the ring:
 // order means nothing to attention, and all places below C = min(length, capacity) are valid.
 //
-// LAW 1.  Chunks of 256 places; the chunks of a row depend on its own length only.  Each chunk gives (m, l, o): the tiles
+// LAW 1.  Chunks of 128 places; the chunks of a row depend on its own length only.  Each chunk gives (m, l, o): the tiles
 // in order with a running maximum, from nothing.  Chunks are merged in order, `merge` below, from (-inf, 0, 0).  The split
-// form writes one chunk per block of threads and `draft_combine` merges; the whole form walks all chunks and merges as it
-// goes: the same operations on the same numbers.  A query row is a row of the mma and a key head is its own, so neither
-// other queries nor other rows matter.
+// form spreads the chunks over a cluster of 8 blocks, and over groups of 4 warps in each, leaves them in global memory, and
+// each block merges an eighth of the queries; the whole form walks all chunks and merges as it goes: the same operations on
+// the same numbers.  A query row is a row of the mma and a key head is its own, so neither other queries nor other rows matter.
 #include "../rounded.cuh"
 
 #ifndef D
 #define D 128            // width of a head: 64 or 128
 #endif
 #ifndef SPLIT
-#define SPLIT 1          // 1: a block of threads has one chunk and writes partials; 0: it has all chunks and writes results
+#define SPLIT 1          // 1: the chunks of a row belong to a cluster of blocks; 0: a block of threads has them all
 #endif
-constexpr int TILE = 64, CHUNK = 256, STAGES = SPLIT ? 3 : 2, WARPS = 4, QUERIES = 16 * WARPS, OWN_KEYS = 16;
+#ifndef GROUPS
+#define GROUPS 1         // of 4 warps, each with chunks of its own
+#endif
+#ifndef STAGES
+#define STAGES 3         // tiles of keys and values in a group's ring
+#endif
+constexpr int TILE = 64, CHUNK = 128, WARPS = 4, QUERIES = 16 * WARPS, OWN_KEYS = 16, CLUSTER = SPLIT ? 8 : 1;
 constexpr int PIECES = D / 8, ROW = D * 2, HALF_STAGE = TILE * ROW, STAGE = 2 * HALF_STAGE;      // bytes; keys, then values
 
+#if SPLIT && !defined(EMULATION)
+#define CLUSTER_SHAPE __cluster_dims__(8, 1, 1)
+#else
+#define CLUSTER_SHAPE
+#endif
+// What the blocks of a cluster wrote before it, to global memory too, is visible to all of them after it.
+__device__ __forceinline__ void cluster_sync() {
+#ifndef EMULATION
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ float2 load_part(const float* p) {    // not from L1: another multiprocessor wrote it
+#ifdef EMULATION
+  return {p[0], p[1]};
+#else
+  float2 v;
+  asm volatile("ld.global.cg.v2.f32 {%0,%1},[%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+  return v;
+#endif
+}
 
 // (M, L) <- (M, L) + (m, l); the factors for their o's are a and b.
 __device__ __forceinline__ void merge(float& M, float& L, float m, float l, float& a, float& b) {
@@ -36,27 +62,29 @@ __device__ __forceinline__ int context_of(const long long* lengths, int row, int
 }
 __device__ __forceinline__ int chunks_of(int context) { return context ? (context + CHUNK - 1) / CHUNK : 1; }
 
-#ifdef ATTEND
-// What a block of threads reads.
+
+// What a group of warps reads.
 struct Keys {
   const bf16 *ring_k, *ring_v, *own_k, *own_v;   // place 0 and token 0 of this key head
   int ring_stride, own_stride, context, own;     // elements, elements, valid places, valid tokens
-  bool first;                                    // chunk 0: its first tile is the block's own
-  int place0;                                    // first place
 
-  __device__ __forceinline__ int tiles(int places) const { return (first ? 1 : 0) + (places + TILE - 1) / TILE; }
-  __device__ __forceinline__ int valid(int tile) const {
-    if (first && tile == 0) return own;
-    return min(TILE, context - place0 - (tile - (first ? 1 : 0)) * TILE);
+  __device__ __forceinline__ int tiles(int chunk) const {
+    const int places = min(CHUNK, context - chunk * CHUNK);
+    return (chunk == 0) + (places + TILE - 1) / TILE;
+  }
+  __device__ __forceinline__ bool mine(int chunk, int tile) const { return chunk == 0 && tile == 0; }
+  __device__ __forceinline__ int place(int chunk, int tile) const { return chunk * CHUNK + (tile - (chunk == 0)) * TILE; }
+  __device__ __forceinline__ int valid(int chunk, int tile) const {
+    return mine(chunk, tile) ? own : min(TILE, context - place(chunk, tile));
   }
   // Keys at chunk c ^ 4*(key&1), values at chunk c ^ (key&7) of their row: no bank conflicts in either product.
-  __device__ __forceinline__ void load(int tile, u32 to) const {
+  __device__ __forceinline__ void load(int chunk, int tile, u32 to) const {
     constexpr int PASS = 32 * WARPS / PIECES;    // keys at a time: a multiple of 8, so a thread's place in a row is fixed
-    const bool mine = first && tile == 0;
-    const int count = valid(tile), start = mine ? 0 : place0 + (tile - (first ? 1 : 0)) * TILE;
-    const int key = threadIdx.x / PIECES, c = threadIdx.x % PIECES;
-    const long long stride = mine ? own_stride : ring_stride, from = (start + key) * stride + c * 8;
-    const bf16 *k = (mine ? own_k : ring_k) + from, *v = (mine ? own_v : ring_v) + from;
+    const bool self = mine(chunk, tile);
+    const int count = valid(chunk, tile), start = self ? 0 : place(chunk, tile), thread = threadIdx.x % (32 * WARPS);
+    const int key = thread / PIECES, c = thread % PIECES;
+    const long long stride = self ? own_stride : ring_stride, from = (start + key) * stride + c * 8;
+    const bf16 *k = (self ? own_k : ring_k) + from, *v = (self ? own_v : ring_v) + from;
     const u32 to_k = to + key * ROW + (c ^ ((key & 1) << 2)) * 16, to_v = to + HALF_STAGE + key * ROW + (c ^ (key & 7)) * 16;
 #pragma unroll
     for (int i = 0; i < TILE / PASS; i++) {
@@ -65,6 +93,20 @@ struct Keys {
       copy16_or_zero(on, to_v + i * PASS * ROW, on ? v : own_v);
       k += PASS * stride; v += PASS * stride;
     }
+  }
+};
+
+// A group's way through its chunks: first, first + step, ... below `chunks`, tile by tile.
+struct Cursor {
+  int chunk, tile, tiles;
+  __device__ __forceinline__ void begin(const Keys& keys, int first, int chunks) {
+    chunk = first; tile = 0; tiles = first < chunks ? keys.tiles(first) : 0;
+  }
+  __device__ __forceinline__ bool valid() const { return tile < tiles; }
+  __device__ __forceinline__ bool last() const { return tile + 1 == tiles; }
+  __device__ __forceinline__ void next(const Keys& keys, int step, int chunks) {
+    if (++tile < tiles) return;
+    begin(keys, chunk + step, chunks);
   }
 };
 
@@ -79,19 +121,27 @@ struct State {           // of this lane's two query rows: g and g + 8
   }
 };
 
-// One tile of keys: s = q k * scale, a running softmax, o += p v.  q: A fragments with the order of K inside 32 that makes
-// the B fragments of a key 16 bytes k[32b + 8 (lane%4) ..].
-__device__ __forceinline__ void add_tile(State& x, const u32 (&q)[D / 16][4], u32 at, int valid, float scale) {
+// One tile of keys: s = q k * scale, a running softmax, o += p v.  query(i, w): A fragment of the i-th 16 values, with the order of
+// K inside 32 that makes the B fragments of a key 16 bytes k[32b + 8 (lane%4) ..].
+template <class Query>
+__device__ __forceinline__ void add_tile(State& x, Query query, u32 at, int valid, float scale) {
   const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   float s[TILE / 8][4];
 #pragma unroll
-  for (int n = 0; n < TILE / 8; n++) {
-    const u32 row = at + (n * 8 + g) * ROW;
+  for (int b = 0; b < D / 32; b++) {             // products that wait for each other stand 4 apart
+    u32 q0[4], q1[4];
+    query(2 * b, q0);
+    query(2 * b + 1, q1);
 #pragma unroll
-    for (int b = 0; b < D / 32; b++) {
-      const uint4 k = shared_load16(row + ((b * 4 + c) ^ ((g & 1) << 2)) * 16);
-      if (b == 0) mma_first(s[n], q[0], k.x, k.y); else mma(s[n], q[2 * b], k.x, k.y);
-      mma(s[n], q[2 * b + 1], k.z, k.w);
+    for (int h = 0; h < TILE / 8; h += 4) {
+      uint4 k[4];
+#pragma unroll
+      for (int n = 0; n < 4; n++) k[n] = shared_load16(at + ((h + n) * 8 + g) * ROW + ((b * 4 + c) ^ ((g & 1) << 2)) * 16);
+#pragma unroll
+      for (int n = 0; n < 4; n++)
+        if (b == 0) mma_first(s[h + n], q0, k[n].x, k[n].y); else mma(s[h + n], q0, k[n].x, k[n].y);
+#pragma unroll
+      for (int n = 0; n < 4; n++) mma(s[h + n], q1, k[n].z, k[n].w);
     }
   }
   float top[2] = {x.m[0], x.m[1]};
@@ -142,36 +192,47 @@ __device__ __forceinline__ void sum_quads(State& x) {            // a row's l li
   }
 }
 
-// Grid (SPLIT ? chunks of the capacity : 1, kv_heads * groups, rows), groups = ceil(share * block / 64).
+// Grid (CLUSTER, kv_heads * groups, rows), groups = ceil(share * block / 64); 128 * GROUPS threads.
 // qkv [rows, block, (share + 2) * kv_heads, D] normed and turned; ring [rows_total, capacity, kv_heads, D] of one layer;
 // lengths, ids [rows]; out [rows, block, share * kv_heads, D].  part_o [rows, kv_heads, chunks, share * block, D] and
-// part_ml [..., 2] are for SPLIT.  scale: softmax scale * log2(e).  Shared memory: STAGES * STAGE bytes, and D * 256 more
-// for the whole form.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+// part_ml [..., 2] are for SPLIT.  scale: softmax scale * log2(e).  Shared memory: GROUPS * STAGES * STAGE bytes, and
+// D * 128 more for the whole form.
+extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(32 * WARPS * GROUPS)
 draft_attend(const bf16* qkv, const bf16* ring_k, const bf16* ring_v, const long long* lengths, const long long* ids,
              const int* rows, bf16* out, float* part_o, float* part_ml, int block, int share, int kv_heads, int capacity,
              int chunks, float scale) {
   DYNAMIC_SHARED(unsigned char, smem);
-  const u32 base = shared_address(smem);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  const int warp = threadIdx.x / 32 % WARPS, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  const int group = threadIdx.x / (32 * WARPS), rank = blockIdx.x;
+  const u32 base = shared_address(smem) + group * (STAGES * STAGE);
   const int queries = share * block, groups = (queries + QUERIES - 1) / QUERIES;
-  const int kv = blockIdx.y / groups, row = blockIdx.z, m0 = blockIdx.y % groups * QUERIES + warp * 16;
+  const int kv = blockIdx.y / groups, row = blockIdx.z, m00 = blockIdx.y % groups * QUERIES, m0 = m00 + warp * 16;
   pdl_wait();
   pdl_go();
-  if (rows && row >= load_int(rows)) return;
-  const int context = context_of(lengths, row, capacity), chunk = SPLIT ? blockIdx.x : 0;
-  if (chunk >= chunks_of(context)) return;
+  if (rows && row >= load_int(rows)) return;     // the same in every block of a cluster
+  const int context = context_of(lengths, row, capacity), live = chunks_of(context);
   const int heads = (share + 2) * kv_heads, q_heads = share * kv_heads;
   const bf16* own = qkv + (long long)row * block * heads * D;
   const long long ring = load_long(ids + row) * capacity * kv_heads * D + kv * D;
   const Keys keys = {ring_k + ring, ring_v + ring, own + (q_heads + kv) * D, own + (q_heads + kv_heads + kv) * D,
-                     kv_heads * D, heads * D, context, block, chunk == 0, chunk * CHUNK};
-  const int tiles = keys.tiles(SPLIT ? min(CHUNK, context - chunk * CHUNK) : context);
+                     kv_heads * D, heads * D, context, block};
+  constexpr int STEP = CLUSTER * GROUPS;
+  Cursor ahead, here;
+  ahead.begin(keys, group * CLUSTER + rank, live);
+  here = ahead;
+  int turns = 0;                                 // of the group with most tiles: barriers are the block's
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) {
-    if (i < tiles) keys.load(i, base + i * STAGE);
-    copy_commit();
+  for (int o = 0; o < GROUPS; o++) {
+    int mine = 0;
+    for (int chunk = o * CLUSTER + rank; chunk < live; chunk += STEP) mine += keys.tiles(chunk);
+    turns = max(turns, mine);
   }
+  auto fetch = [&](int slot) {
+    if (ahead.valid()) { keys.load(ahead.chunk, ahead.tile, base + slot * STAGE); ahead.next(keys, STEP, live); }
+    copy_commit();
+  };
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) fetch(i);
   u32 q[D / 16][4];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -183,100 +244,106 @@ draft_attend(const bf16* qkv, const bf16* ring_k, const bf16* ring_v, const long
       q[2 * b][h] = w.x; q[2 * b][2 + h] = w.y; q[2 * b + 1][h] = w.z; q[2 * b + 1][2 + h] = w.w;
     }
   }
+#if SPLIT
+  auto query = [&](int i, u32 (&w)[4]) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) w[k] = q[i][k];
+  };
+#else                    // registers hold the merged result: a lane keeps its part of the queries in shared memory
+  const u32 kept = base + STAGES * STAGE + threadIdx.x * 16;
+#pragma unroll
+  for (int i = 0; i < D / 16; i++) shared_store16(kept + i * (32 * WARPS * 16), make_uint4(q[i][0], q[i][1], q[i][2], q[i][3]));
+  auto query = [&](int i, u32 (&w)[4]) {
+    const uint4 v = shared_load16(kept + i * (32 * WARPS * 16));
+    w[0] = v.x; w[1] = v.y; w[2] = v.z; w[3] = v.w;
+  };
+#endif
   State now;
   now.clear();
 #if !SPLIT
-  float M[2] = {minus_infinity(), minus_infinity()}, L[2] = {0.f, 0.f};
-  float* all = reinterpret_cast<float*>(smem + STAGES * STAGE) + threadIdx.x;   // o of the merged chunks: [D / 2][threads]
+  float M[2] = {minus_infinity(), minus_infinity()}, L[2] = {0.f, 0.f}, O[D / 8][4];
 #pragma unroll
-  for (int k = 0; k < D / 2; k++) all[k * 32 * WARPS] = 0.f;
+  for (int k = 0; k < D / 8; k++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) O[k][e] = 0.f;
 #endif
   const bool on = m0 < queries;                  // the whole warp
   int slot = 0;
 #pragma unroll 1
-  for (int i = 0; i < tiles; i++) {
+  for (int i = 0; i < turns; i++) {
     copy_wait<STAGES - 2>();
     __syncthreads();
-    const int next = slot == 0 ? STAGES - 1 : slot - 1;            // the slot that everybody left at the last step
-    if (i + STAGES - 1 < tiles) keys.load(i + STAGES - 1, base + next * STAGE);
-    copy_commit();
-    if (on) add_tile(now, q, base + slot * STAGE, keys.valid(i), scale);
-    slot = slot == STAGES - 1 ? 0 : slot + 1;
-#if !SPLIT
-    if (i + 1 == tiles || (i && i % (CHUNK / TILE) == 0)) {        // tile 0 is the block's own: chunks end after 4, 8, ...
-      sum_quads(now);
+    fetch(slot == 0 ? STAGES - 1 : slot - 1);    // the slot that everybody left at the last step
+    if (on && here.valid()) {
+      add_tile(now, query, base + slot * STAGE, keys.valid(here.chunk, here.tile), scale);
+      if (here.last()) {                         // of its chunk
+        sum_quads(now);
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        float a, b;
-        merge(M[h], L[h], now.m[h], now.l[h], a, b);
+        for (int h = 0; h < 2; h++) {
+#if SPLIT
+          const int m = m0 + g + 8 * h;
+          if (m >= queries) continue;
+          const long long at = (((long long)row * kv_heads + kv) * chunks + here.chunk) * queries + m;
+          if (c == 0) *reinterpret_cast<float2*>(part_ml + at * 2) = make_float2(now.m[h], now.l[h]);
 #pragma unroll
-        for (int k = 0; k < D / 8; k++)
+          for (int k = 0; k < D / 8; k++)
+            *reinterpret_cast<float2*>(part_o + at * D + k * 8 + c * 2) = make_float2(now.o[k][2 * h], now.o[k][2 * h + 1]);
+#else
+          float a, b;
+          merge(M[h], L[h], now.m[h], now.l[h], a, b);
 #pragma unroll
-          for (int e = 2 * h; e < 2 * h + 2; e++) {
-            float& o = all[(4 * k + e) * 32 * WARPS];
-            o = merged(o, a, now.o[k][e], b);
-          }
-      }
-      now.clear();
-    }
+          for (int k = 0; k < D / 8; k++)
+#pragma unroll
+            for (int e = 2 * h; e < 2 * h + 2; e++) O[k][e] = merged(O[k][e], a, now.o[k][e], b);
 #endif
+        }
+        now.clear();
+      }
+    }
+    if (here.valid()) here.next(keys, STEP, live);
+    slot = slot == STAGES - 1 ? 0 : slot + 1;
   }
   copy_wait<0>();
 #if SPLIT
-  sum_quads(now);
+  cluster_sync();
+#ifdef EMULATION         // blocks run one after another: the last one merges for all
+  const int first = 0, until = rank == CLUSTER - 1 ? QUERIES : 0;
+#else
+  const int first = rank * (QUERIES / CLUSTER), until = first + QUERIES / CLUSTER;
 #endif
+  constexpr int OWN = D / 32;                    // columns of a lane; a warp has a query
+  for (int m = m00 + first + threadIdx.x / 32; m < min(m00 + until, queries); m += WARPS * GROUPS) {
+    const long long start = ((long long)row * kv_heads + kv) * chunks * queries + m;
+    const float *o = part_o + start * D + lane * OWN, *ml = part_ml + start * 2;
+    float M = minus_infinity(), L = 0.f, all[OWN];
+#pragma unroll
+    for (int k = 0; k < OWN; k++) all[k] = 0.f;
+#pragma unroll 8
+    for (int s = 0; s < live; s++) {
+      float2 part[OWN / 2];
+#pragma unroll
+      for (int k = 0; k < OWN / 2; k++) part[k] = load_part(o + (long long)s * queries * D + 2 * k);
+      const float2 known = load_part(ml + (long long)s * queries * 2);
+      float a, b;
+      merge(M, L, known.x, known.y, a, b);
+#pragma unroll
+      for (int k = 0; k < OWN / 2; k++) { all[2 * k] = merged(all[2 * k], a, part[k].x, b); all[2 * k + 1] = merged(all[2 * k + 1], a, part[k].y, b); }
+    }
+    const float whole = rcp_rn(L);
+    bf16* to = out + (((long long)row * block + m % block) * q_heads + kv * share + m / block) * D + lane * OWN;
+#pragma unroll
+    for (int k = 0; k < OWN; k += 2) *reinterpret_cast<u32*>(to + k) = pack_bf16(mul_rn(all[k], whole), mul_rn(all[k + 1], whole));
+  }
+#else
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int m = m0 + g + 8 * h;
     if (m >= queries) continue;
-#if SPLIT
-    const long long at = (((long long)row * kv_heads + kv) * chunks + chunk) * queries + m;
-    if (c == 0) *reinterpret_cast<float2*>(part_ml + at * 2) = make_float2(now.m[h], now.l[h]);
-#pragma unroll
-    for (int k = 0; k < D / 8; k++)
-      *reinterpret_cast<float2*>(part_o + at * D + k * 8 + c * 2) = make_float2(now.o[k][2 * h], now.o[k][2 * h + 1]);
-#else
     const float whole = rcp_rn(L[h]);
     bf16* to = out + (((long long)row * block + m % block) * q_heads + kv * share + m / block) * D;
 #pragma unroll
     for (int k = 0; k < D / 8; k++)
-      *reinterpret_cast<u32*>(to + k * 8 + c * 2) = pack_bf16(mul_rn(all[(4 * k + 2 * h) * 32 * WARPS], whole),
-                                                              mul_rn(all[(4 * k + 2 * h + 1) * 32 * WARPS], whole));
-#endif
+      *reinterpret_cast<u32*>(to + k * 8 + c * 2) = pack_bf16(mul_rn(O[k][2 * h], whole), mul_rn(O[k][2 * h + 1], whole));
   }
-}
 #endif
-
-#ifdef COMBINE
-// A warp merges the chunks of one query: grid (ceil(share * block / 4), kv_heads, rows), 128 threads.
-extern "C" __global__ void __launch_bounds__(128)
-draft_combine(const float* part_o, const float* part_ml, const long long* lengths, const int* rows, bf16* out, int block,
-              int share, int kv_heads, int capacity, int chunks) {
-  constexpr int OWN = D / 32;
-  const int queries = share * block, m = blockIdx.x * 4 + (threadIdx.x >> 5), kv = blockIdx.y, row = blockIdx.z;
-  const int lane = threadIdx.x & 31;
-  pdl_wait();
-  pdl_go();
-  if (m >= queries || (rows && row >= load_int(rows))) return;
-  const int live = chunks_of(context_of(lengths, row, capacity));
-  const long long first = ((long long)row * kv_heads + kv) * chunks * queries + m;
-  const float* o = part_o + first * D + lane * OWN;
-  const float* ml = part_ml + first * 2;
-  float M = minus_infinity(), L = 0.f, all[OWN];
-#pragma unroll
-  for (int k = 0; k < OWN; k++) all[k] = 0.f;
-#pragma unroll 8
-  for (int s = 0; s < live; s++) {
-    float a, b, part[OWN];
-#pragma unroll
-    for (int k = 0; k < OWN; k++) part[k] = o[(long long)s * queries * D + k];
-    merge(M, L, ml[(long long)s * queries * 2], ml[(long long)s * queries * 2 + 1], a, b);
-#pragma unroll
-    for (int k = 0; k < OWN; k++) all[k] = merged(all[k], a, part[k], b);
-  }
-  const float whole = rcp_rn(L);
-  bf16* to = out + (((long long)row * block + m % block) * share * kv_heads + kv * share + m / block) * D + lane * OWN;
-#pragma unroll
-  for (int k = 0; k < OWN; k += 2) *reinterpret_cast<u32*>(to + k) = pack_bf16(mul_rn(all[k], whole), mul_rn(all[k + 1], whole));
 }
-#endif

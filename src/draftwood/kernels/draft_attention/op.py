@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,34 +18,58 @@ from draftwood.kernels.check import Variant
 _FOLDER = Path(__file__).parent
 _NULL = np.uint64(0)
 HEAD_DIMS = (64, 128)
-CHUNK, QUERIES, TILE = 256, 64, 64
+CHUNK, QUERIES, TILE = 128, 64, 64
 """As in attend.cu: places per chunk, query rows per block of threads, keys per tile."""
+CLUSTER = 8
+"""Blocks that share a row's chunks when a launch is split."""
 MAX_BLOCK = 16
 SPLIT_BELOW = 64
-"""Blocks of threads (rows x kv heads x query groups) up to which a row's chunks are spread over several of them."""
+"""Rows x kv heads x query groups up to which a row's chunks are spread over a cluster of blocks."""
 
 
-def _source(entry: str, d: int, split: bool = False) -> jit.Source:
-    macros = {"D": d, "COMBINE": 1} if entry == "draft_combine" else {"D": d, "ATTEND": 1, "SPLIT": int(split)}
-    return jit.Source(_FOLDER / "attend.cu", entry, macros)
+@dataclass(frozen=True)
+class Form:
+    """How attend.cu is compiled: groups of four warps with chunks of their own, and stages of each group's ring."""
+
+    d: int
+    split: bool
+    groups: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * self.groups
+
+    @property
+    def shared(self) -> int:
+        """Bytes: the rings, and for the whole form the queries."""
+        return self.groups * self.stages * TILE * self.d * 4 + (0 if self.split else QUERIES * self.d * 2)
+
+    def source(self) -> jit.Source:
+        """What is compiled."""
+        macros = {"D": self.d, "SPLIT": int(self.split), "GROUPS": self.groups, "STAGES": self.stages}
+        return jit.Source(_FOLDER / "attend.cu", "draft_attend", macros)
 
 
-def _shared(d: int, split: bool) -> int:
-    """Three tiles of keys and values, or two and the merged result."""
-    return 3 * TILE * d * 4 if split else 2 * TILE * d * 4 + QUERIES * d * 4
+def form(d: int, split: bool, limit: int) -> Form:
+    """The form for an architecture whose blocks may have `limit` bytes of shared memory; it changes no bit."""
+    wide = d == 128 and limit < 200_000
+    return Form(d, split, 2 if split and not wide else 1, 2 if wide and not split else 3)
 
 
 def variants() -> list[Variant]:
     """Everything the launcher chooses."""
-    attend = [
-        Variant(_source("draft_attend", d, split), 128, _shared(d, split), blocks=2) for d in HEAD_DIMS for split in (False, True)
-    ]
-    return attend + [Variant(_source("draft_combine", d), 128, blocks=8) for d in HEAD_DIMS]
+    found: dict[Form, list[str]] = {}
+    for arch, d, split in itertools.product(jit.ARCHS, HEAD_DIMS, (False, True)):
+        found.setdefault(form(d, split, jit.SHARED_LIMIT[arch]), []).append(arch)
+    return [Variant(f.source(), f.threads, f.shared, blocks=1 if f.split else 2, archs=tuple(archs)) for f, archs in found.items()]
 
 
 @functools.cache
-def _kernel(device: int, entry: str, d: int, split: bool = False) -> jit.Kernel:
-    return jit.Kernel(_source(entry, d, split), device, 0 if entry == "draft_combine" else _shared(d, split))
+def _kernel(device: int, d: int, split: bool) -> tuple[Form, jit.Kernel]:
+    chosen = form(d, split, jit.SHARED_LIMIT[jit.arch_of(torch.cuda.get_device_capability(device))])
+    return chosen, jit.Kernel(chosen.source(), device, chosen.shared)
 
 
 def splits(rows: int, kv_heads: int, share: int, block: int, capacity: int) -> bool:
@@ -90,16 +116,12 @@ def draft_attention(
     part_o, part_ml = _parts(workspace, r * kv_heads * chunks * queries, d, qkv.device) if split else (_NULL, _NULL)
     count = _NULL if rows is None else rows
     sizes = (np.int32(block), np.int32(share), np.int32(kv_heads), np.int32(capacity), np.int32(chunks))
-    device = qkv.device.index
-    _kernel(device, "draft_attend", d, split)(
-        (chunks if split else 1, kv_heads * -(-queries // QUERIES), r), 128,
+    chosen, kernel = _kernel(qkv.device.index or 0, d, split)
+    kernel(
+        (CLUSTER if split else 1, kv_heads * -(-queries // QUERIES), r), chosen.threads,
         (qkv, keys, values, lengths, ids, count, out, part_o, part_ml, *sizes, np.float32(d**-0.5 * math.log2(math.e))),
         pdl=True,
     )  # fmt: skip
-    if split:
-        _kernel(device, "draft_combine", d)(
-            (-(-queries // 4), kv_heads, r), 128, (part_o, part_ml, lengths, count, out, *sizes), pdl=True
-        )
     return out
 
 

@@ -11,22 +11,24 @@ from draftwood.kernels.draft_attention import op, ref
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16 = torch.bfloat16
-LENGTHS = (0, 1, 7, 63, 64, 65, 255, 256, 257, 319, 320, 321, 511, 512, 513, 1000, 2047, 2048, 2049, 70000)
+LENGTHS = (0, 1, 7, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 319, 320, 321, 511, 512, 513, 1000, 2047, 2048, 2049, 70000)
 SHAPES = [(8, 8, 128, 8), (1, 8, 128, 8), (8, 8, 128, 16), (1, 8, 128, 5), (2, 4, 64, 16), (1, 4, 64, 7), (2, 1, 128, 4)]
 """(kv heads, queries per kv head, head width, block)"""
 
 
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_every_variant_stays_within_limits(arch: str) -> None:
-    for variant in op.variants():
+    mine = [variant for variant in op.variants() if arch in variant.archs]
+    assert len(mine) == 4
+    for variant in mine:
         check.check("draft_attention", variant, arch)
 
 
 def test_a_launch_splits_only_when_it_is_small_and_says_what_it_needs() -> None:
-    assert op.splits(1, 8, 8, 8, 4096) and not op.splits(1, 8, 8, 8, 256) and not op.splits(16, 8, 8, 8, 4096)
-    assert op.workspace_numel(1, 8, 8, 8, 2048, 128) == 8 * 8 * 64 * 130
+    assert op.splits(1, 8, 8, 8, 4096) and not op.splits(1, 8, 8, 8, 128) and not op.splits(16, 8, 8, 8, 4096)
+    assert op.workspace_numel(1, 8, 8, 8, 2048, 128) == 8 * 16 * 64 * 130
     assert op.workspace_numel(128, 8, 8, 8, 2048, 128) == 0
-    assert max(op.workspace_numel(r, 1, 8, 16, 4096, 128) for r in range(1, 129)) <= 64 * 16 * 64 * 2 * 130
+    assert max(op.workspace_numel(r, 1, 8, 16, 4096, 128) for r in range(1, 129)) <= 64 * 32 * 64 * 2 * 130
 
 
 def test_unfit_tensors_are_refused_in_one_line() -> None:

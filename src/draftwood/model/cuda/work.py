@@ -12,6 +12,7 @@ from functools import reduce
 from draftwood.kernels.linear.plan import Shape
 from draftwood.kernels.mla_attention import sizes as attention
 from draftwood.kernels.mla_attention.sizes import Need
+from draftwood.kernels.moe_int4.sizes import few_rows
 from draftwood.model.config import DrafterConfig, ModelConfig
 from draftwood.model.costs import Table
 from draftwood.model.cuda.bucket import Bucket, DraftBucket
@@ -19,9 +20,9 @@ from draftwood.parallel.layout import Layout
 
 PARTIALS = 1 << 30
 """Bytes that partial attention of a bucket may take; where more would be needed, blocks walk whole rows."""
-MOST_ROUTED, FUSED_ROWS, FEW_ROWS = 1024, 16, 4
-"""Nodes of one call of the router; up to which it is two launches, not three; and up to which the experts are."""
-DRAFT_CHUNK, DRAFT_QUERIES, DRAFT_SPLIT = 256, 64, 64
+MOST_ROUTED, FUSED_ROWS = 1024, 16
+"""Nodes of one call of the router, and up to which it is two launches, not three."""
+DRAFT_CHUNK, DRAFT_QUERIES, DRAFT_SPLIT = 128, 64, 64
 """As in kernels/draft_attention: places per chunk, queries per block, blocks up to which a row is spread."""
 
 
@@ -264,20 +265,20 @@ def launches(sizes: Sizes, bucket: Bucket, chosen: bool = False) -> Table:
         "query_rope": layers,
         "attention": 2 * layers,
         "moe_route": moe * sum(2 if n <= FUSED_ROWS else 3 for n in parts),
-        "moe_int4": moe * sum(2 if n <= FEW_ROWS else 3 for n in parts),
+        "moe_int4": moe * sum(2 if n <= few_rows(sizes.columns) else 3 for n in parts),
     }
     return tuple((found | several if c.num_moe_layers else found).items())
 
 
 def draft_launches(sizes: DraftSizes, bucket: DraftBucket) -> Table:
     """Kernel launches of one proposal and one observation on one rank, by kernel; "torch": copies and index arithmetic."""
-    layers, split = sizes.config.num_layers, sizes.partial_floats(bucket) > 0
+    layers = sizes.config.num_layers
     return (
         ("torch", 2 + 4),
         ("add_norm", 2 * layers + 1 + 1),
         ("linear", sum(sizes.times().values()) + 1),
         ("head_norm_rope", layers),
-        ("draft_attention", layers * (2 if split else 1)),
+        ("draft_attention", layers),
         ("ring_write", 1),
     )
 
