@@ -172,8 +172,7 @@ class Refs:
         work: moe_op.Workspace, plan: moe_op.Plan, rows: int | None = None, pdl: bool = True,
     ) -> None:  # fmt: skip
         n = x.shape[0] if rows is None else rows
-        shape = moe_op.Shape(weights.hidden, weights.width, lists.experts.shape[1])
-        moe_op._check(x, weights, lists, live, shared, out, work, plan, n, shape)
+        moe_op.Call(x, weights, lists, live, shared, out, work, plan, n).check()
         self.calls.add("moe_int4", 2 if moe_op.HOPPER[plan.down].file == "stream" else 3)
         count = _live(live, n)
         dense = self._unpacked(weights, dict)

@@ -119,11 +119,10 @@ def test_ties_go_to_the_lowest_expert_in_the_kernel() -> None:
 
 
 def _plans(rows: int) -> list[op.Plan]:
-    fits = [n for n, f in op.HOPPER.items() if f.fits(NANO, "gate_up")]
-    pairs = [op.Plan(n, n if op.HOPPER[n].fits(NANO, "down") else "wide") for n in fits if n != "stream"]
-    if rows <= op.FEW_ROWS:
-        return [*pairs, op.Plan("stream", "stream"), op.Plan("stream", "burst")]
-    return [*pairs, op.Plan("stream", "wide")]
+    """Plans in which every form occurs that may run."""
+    ups = [n for n, f in op.HOPPER.items() if f.fits(NANO, "gate_up")]
+    downs = [n for n, f in op.HOPPER.items() if f.fits(NANO, "down") and (not f.rows or rows <= f.rows)]
+    return [op.Plan(ups[i % len(ups)], downs[i % len(downs)]) for i in range(max(len(ups), len(downs)))]
 
 
 @pytest.mark.parametrize("rows", [1, 9, 40])
@@ -143,10 +142,10 @@ def test_experts_match_float64_and_every_form_gives_the_same_bits(rows: int, mon
 
 def test_a_row_does_not_depend_on_the_others() -> None:
     layer, alone = Layer(40), Layer(40)
-    whole = layer.experts(op.Plan("narrow", "wide"))
+    whole = layer.experts(op.Plan("wide", "wide"))
     for row in (0, 17, 39):
         alone.x, alone.shared = layer.x[row : row + 1], layer.shared[row : row + 1]
-        assert torch.equal(alone.experts(op.Plan("stream", "stream"))[0], whole[row])
+        assert torch.equal(alone.experts(op.Plan("stream", "few"))[0], whole[row])
 
 
 def test_ranks_of_experts_add_up_and_padding_is_left_alone() -> None:
@@ -162,7 +161,7 @@ def test_ranks_of_experts_add_up_and_padding_is_left_alone() -> None:
 def test_a_narrow_slice_is_padded_with_nothing() -> None:
     layer = Layer(3, width=96)
     lists = layer.route(8)
-    got = layer.experts(op.Plan("stream", "stream"), lists=lists)
+    got = layer.experts(op.Plan("stream", "few"), lists=lists)
     want = ref.experts(layer.x, layer.expert, lists.experts, lists.weights, 0, 16, layer.shared)
     assert (got.double() - want).abs().max() < 6e-3 * want.abs().max()
 
@@ -171,7 +170,7 @@ def test_a_narrow_slice_is_padded_with_nothing() -> None:
 def test_rings_of_every_depth_give_the_same_bits_over_a_long_row(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """512 columns: 8 steps, more than any ring holds, in the down part; every architecture's forms."""
     shape = op.Shape(128, 512, 4)
-    names = [n for n, f in op.FORMS[arch].items() if n != "stream" and f.warps == 4]
+    names = [n for n, f in op.FORMS[arch].items() if f.file in ("ring", "staged") and f.warps == 4]
     kernels = [Emulated(op._variant(n, "down", shape, arch).source) for n in names]
     make = torch.Generator().manual_seed(3)
     packed, scale = pack_int4(torch.randn(1, 128, 512, generator=make))
@@ -191,29 +190,27 @@ def test_rings_of_every_depth_give_the_same_bits_over_a_long_row(arch: str, monk
             assert (y - want).abs().max() < 1e-4 * want.abs().max()
             results.append(y)
     assert all(torch.equal(r, results[0]) for r in results)
-    assert len(kernels) == 3
+    assert len(kernels) >= 2
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_warps_that_split_a_row_keep_its_bits(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = op.Shape(1024, 128, 4)
+def test_every_form_adds_a_long_row_in_the_same_segments(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = op.Shape(7168, 128, 4)
     make = torch.Generator().manual_seed(4)
-    parts = [t for size in ((128, 1024), (128, 1024), (1024, 128)) for t in pack_int4(torch.randn(4, *size, generator=make))]
+    parts = [t for size in ((128, 7168), (128, 7168), (7168, 128)) for t in pack_int4(torch.randn(4, *size, generator=make))]
     weights = repack.repack(*parts)
-    x = torch.randn(rows, 1024, generator=make).to(torch.bfloat16)
+    x = torch.randn(rows, 7168, generator=make).to(torch.bfloat16)
     pairs, jobs = route_ref.lists([[(t + k) % 6 for k in range(4)] for t in range(rows)], 0, 4, 8)
     device = [torch.tensor(v, dtype=torch.int32) for v in (jobs, [len(jobs)], pairs)]
     results = []
     for early in (False, True):
         if early:
             monkeypatch.setenv("EMULATED_EARLY", "1")
-        for name, grid in (("split", len(jobs) * 16 + 3), ("stream", len(jobs) * 4 + 1)):
-            h = torch.full((rows * 4, 128), NAN, dtype=torch.bfloat16)
-            threads = 32 * op.HOPPER[name].warps
-            Emulated(op._variant(name, "gate_up", shape, "sm_90a").source)(
-                grid, threads, (weights.gate_up, weights.gate_up_scale, x, *device, h)
-            )
-            results.append(h)
+        for name, form in op.HOPPER.items():
+            if form.fits(shape, "gate_up"):
+                h = torch.full((rows * 4, 128), NAN, dtype=torch.bfloat16)
+                op._launch("gate_up", name, shape, 0, len(jobs), (weights.gate_up, weights.gate_up_scale, x, *device, h), True)
+                results.append(h)
     written = ~results[0].isnan().any(-1)
     assert written.nonzero().flatten().tolist() == sorted(pairs)
     assert all(torch.equal(r[written], results[0][written]) and r[~written].isnan().all() for r in results)

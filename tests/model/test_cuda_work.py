@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from draftwood.kernels.draft_attention import op as draft_op
-from draftwood.kernels.moe_int4 import op as moe_op
 from draftwood.kernels.moe_int4 import repack
 from draftwood.kernels.moe_route import op as route_op
 from draftwood.model.config import K2_6, K2_6_DRAFT, ModelConfig, read_drafter_config, read_model_config
@@ -104,7 +103,7 @@ def test_draft_launches_are_what_the_formula_says(cuda_refs: Calls) -> None:  # 
 
 def test_constants_are_the_kernels() -> None:
     assert (work.MOST_ROUTED, work.FUSED_ROWS) == (route_op.MOST_ROWS, route_op.FUSED_ROWS)
-    assert work.FEW_ROWS == moe_op.FEW_ROWS and work.padded(1) == repack.WIDTH_MULTIPLE
+    assert work.padded(1) == repack.WIDTH_MULTIPLE
     assert (work.DRAFT_CHUNK, work.DRAFT_QUERIES, work.DRAFT_SPLIT) == (draft_op.CHUNK, draft_op.QUERIES, draft_op.SPLIT_BELOW)
     for world in (1, 8):
         sizes = work.DraftSizes(FULL_DRAFT, Layout(world, 1, 0), 1)

@@ -1,12 +1,15 @@
-// What the stream, ring and staged kernels share: shapes, the chain of one output, and how a tile leaves.
+// What the stream, split, ring and staged kernels share: shapes, the chain of one output, and how a tile leaves.
 //
 // Macros: HIDDEN (multiple of 128), WIDTH (expert width of this rank, multiple of 128), TOPK (experts of a token);
-// GATE_UP defined: the gate_up part of a file, else its down part.
+// GATE_UP defined: the gate_up part of a file, else its down part. SCALED: which chain.
 //
-// THE CHAIN (law 1). Every output is one chain whatever the kernel: acc = 0; for each K group of 32, ascending:
-//   c = mma(k16 #1, mma(k16 #0, 0));  acc = fma(scale, c, acc).
+// THE CHAIN (law 1). Every output is one chain whatever the kernel. K is cut into segments: of 1024 in gate_up where that divides
+// HIDDEN, else one. A segment starts at acc = 0; for each K group of 32, ascending, c = mma(k16 #1, mma(k16 #0, 0)) and
+//   acc = fma(scale, c, acc);
+// with SCALED instead acc = mma(k16 #1, mma(k16 #0, acc)) of weights code * scale, rounded to bf16 as the checkpoint's own
+// library does. The segments' sums are added in order, starting from 0.
 // A column of an mma never meets another column, so a token's bits cannot depend on the number of tokens, on its
-// neighbours, on its place in the expert's list or on the kernel that ran. K is never split: nothing is reduced.
+// neighbours, on its place in the expert's list or on the kernel that ran.
 // The combine is v = 0; for slot 0..TOPK-1 whose weight is not 0: v = fma(weight, y, v); then v += shared.
 //
 // WEIGHTS (repack.py): W[expert][rows/16][K/64][lane][16 B]: 16 bytes a lane = one 16x64 tile in mma A-fragment order.
@@ -26,6 +29,7 @@
 template <bool GU> struct Part {               // gate_up (true) or down
   static constexpr int K = GU ? HIDDEN : WIDTH, ROWS = GU ? 2 * WIDTH : HIDDEN;
   static constexpr int TILES = ROWS / 16, STEPS = K / 64;          // 16-row tiles of an expert, K64 steps of a row
+  static constexpr int SEGMENT = GU && STEPS % 16 == 0 ? 16 : STEPS, SEGMENTS = STEPS / SEGMENT;
 };
 static_assert(HIDDEN % 128 == 0 && WIDTH % 128 == 0, "shapes in multiples of 128");
 constexpr int TILE_BYTES = 512, SCALE_BYTES = 64;                  // of one 16x64 step
@@ -40,14 +44,68 @@ typedef float Out;                             // y[pair][HIDDEN]
 
 __device__ __forceinline__ float swiglu(float g, float u) { return g / (1.f + __expf(-g)) * u; }
 
-// Half a step (one group of 32): two fragments already expanded, two scales, one token tile.
-__device__ __forceinline__ void add_group(float (&acc)[4], const u32 (&a0)[4], const u32 (&a1)[4], u32 scales, const uint4& x) {
+// Brings a line into the L2: safe ahead of pdl_wait, for nothing is read.
+__device__ __forceinline__ void prefetch(const void* p) {
+#ifndef EMULATION
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
+
+#ifdef SCALED
+// Products of two bf16 pairs, each rounded to nearest even.
+__device__ __forceinline__ u32 multiply_bf16(u32 a, u32 b) {
+#ifdef EMULATION
+  return pack_bf16(low_float(a) * low_float(b), high_float(a) * high_float(b));
+#else
+  u32 o;
+  asm("mul.rn.bf16x2 %0,%1,%2;" : "=r"(o) : "r"(a), "r"(b));
+  return o;
+#endif
+}
+// The low (high) half of v in both halves.
+#ifdef EMULATION
+__device__ __forceinline__ u32 low_twice(u32 v) { return (v & 0xffffu) | v << 16; }
+__device__ __forceinline__ u32 high_twice(u32 v) { return (v & 0xffff0000u) | v >> 16; }
+#else
+__device__ __forceinline__ u32 low_twice(u32 v) { return __byte_perm(v, v, 0x1010); }
+__device__ __forceinline__ u32 high_twice(u32 v) { return __byte_perm(v, v, 0x3232); }
+#endif
+#endif
+
+// 16 rows x one group of 32, expanded for the mma.
+struct Group {
+  u32 a[2][4];
+#ifndef SCALED
+  u32 scales;
+#endif
+};
+__device__ __forceinline__ Group expand(u32 w0, u32 w1, u32 scales) {
+  Group v;
+  int4_fragment(v.a[0], w0); int4_fragment(v.a[1], w1);
+#ifdef SCALED
+  const u32 upper = low_twice(scales), lower = high_twice(scales);
+#pragma unroll
+  for (int k = 0; k < 2; k++)
+#pragma unroll
+    for (int p = 0; p < 4; p++) v.a[k][p] = multiply_bf16(v.a[k][p], p & 1 ? lower : upper);
+#else
+  v.scales = scales;
+#endif
+  return v;
+}
+// acc += the group's weights times one token tile.
+__device__ __forceinline__ void add_group(float (&acc)[4], const Group& w, const uint4& x) {
+#ifdef SCALED
+  mma(acc, w.a[0], x.x, x.y);
+  mma(acc, w.a[1], x.z, x.w);
+#else
   float c[4];
-  mma_first(c, a0, x.x, x.y);
-  mma(c, a1, x.z, x.w);
-  const float s0 = low_float(scales), s1 = high_float(scales);
+  mma_first(c, w.a[0], x.x, x.y);
+  mma(c, w.a[1], x.z, x.w);
+  const float s0 = low_float(w.scales), s1 = high_float(w.scales);
   acc[0] = fmaf(s0, c[0], acc[0]); acc[1] = fmaf(s0, c[1], acc[1]);
   acc[2] = fmaf(s1, c[2], acc[2]); acc[3] = fmaf(s1, c[3], acc[3]);
+#endif
 }
 
 // One K64 step of two row tiles and NT token tiles, x from shared memory. x0, x1: this lane's address of token tile 0 for the
@@ -56,26 +114,33 @@ template <int NT>
 __device__ __forceinline__ void step64(float (&acc)[2][NT][4], const uint4 (&w)[2], const uint2 (&s)[2], u32 x0, u32 x1) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    u32 a0[4], a1[4], b0[4], b1[4];
-    int4_fragment(a0, h ? w[0].z : w[0].x); int4_fragment(b0, h ? w[1].z : w[1].x);
-    int4_fragment(a1, h ? w[0].w : w[0].y); int4_fragment(b1, h ? w[1].w : w[1].y);
+    const Group a = expand(h ? w[0].z : w[0].x, h ? w[0].w : w[0].y, h ? s[0].y : s[0].x);
+    const Group b = expand(h ? w[1].z : w[1].x, h ? w[1].w : w[1].y, h ? s[1].y : s[1].x);
 #pragma unroll
     for (int t = 0; t < NT; t++) {
       const uint4 x = shared_load16((h ? x1 : x0) + t * 1024);
-      add_group(acc[0][t], a0, a1, h ? s[0].y : s[0].x, x);
-      add_group(acc[1][t], b0, b1, h ? s[1].y : s[1].x, x);
+      add_group(acc[0][t], a, x);
+      add_group(acc[1][t], b, x);
     }
   }
 }
 
-template <int NT> __device__ __forceinline__ void clear(float (&acc)[2][NT][4]) {
+// The sums of two row tiles and NT token tiles: of the current segment, and of the segments before it.
+template <int NT> struct Sums {
+  float acc[2][NT][4], total[2][NT][4];
+  __device__ __forceinline__ Sums() {
 #pragma unroll
-  for (int m = 0; m < 2; m++)
+    for (int i = 0; i < 8 * NT; i++) at(acc, i) = at(total, i) = 0.f;
+  }
+  static __device__ __forceinline__ float& at(float (&v)[2][NT][4], int i) { return v[i / (4 * NT)][i / 4 % NT][i % 4]; }
+  __device__ __forceinline__ void end_segment() {
 #pragma unroll
-    for (int t = 0; t < NT; t++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) acc[m][t][i] = 0.f;
-}
+    for (int i = 0; i < 8 * NT; i++) { at(total, i) += at(acc, i); at(acc, i) = 0.f; }
+  }
+  __device__ __forceinline__ const float (&result() const)[2][NT][4] {
+    if constexpr (Part<PART>::SEGMENTS > 1) return total; else return acc;
+  }
+};
 
 // Two row tiles, from `tile` of the expert on, of the job's tokens: h = SwiGLU as bf16, or y as fp32.
 template <int NT>

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +17,10 @@ from torch import Tensor
 from draftwood.kernels import jit
 from draftwood.kernels.check import Variant
 from draftwood.kernels.moe_int4.repack import Packed
+from draftwood.kernels.moe_int4.sizes import FEW, FEW_OF_SLICES, SLICE, few_rows
 from draftwood.kernels.moe_route.op import Lists, most_jobs
 
 FOLDER = Path(__file__).parent
-FEW_ROWS = 4
-"""Rows up to which down_stream runs: it keeps y in shared memory and needs no combine, which is faster there (H200)."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,19 @@ class Shape:
         """Steps of 64 inputs of a weight row."""
         return (self.hidden if part == "gate_up" else self.width) // 64
 
+    def segment(self, part: str) -> int:
+        """Steps of a segment: a row's sum is that of its segments, in order (moe.cuh)."""
+        steps = self.steps(part)
+        return 16 if part == "gate_up" and steps % 16 == 0 else steps
+
 
 @dataclass(frozen=True)
 class Form:
     """One way to run either part: file.cu with blocks of `warps` warps, `blocks` of them on a multiprocessor.
 
-    tokens: 8-token tiles of a job. stages, span: the ring's (ring.cu, staged.cu). spill: bytes that ptxas may spill.
+    tokens: 8-token tiles of a job. stages, span: the ring's (ring.cu, staged.cu). depth, ahead: most steps in a warp's ring, and
+    how many steps ahead it reads x (flow.cuh). rows: most rows that a block of down_stream keeps. spill: bytes that ptxas may
+    spill. scaled: the chain (moe.cuh), the same for all forms that may meet.
     """
 
     file: str
@@ -61,23 +67,32 @@ class Form:
     stages: int = 0
     span: int = 0
     unroll: int = 0
+    depth: int = 0
+    ahead: int = 1
+    rows: int = 0
     spill: int = 0
+    scaled: bool = False
 
     def fits(self, shape: Shape, part: str) -> bool:
         """Whether a block's rows divide the expert's, and what else the source asks of a shape."""
         if self.file == "split":
-            return part == "gate_up" and shape.steps(part) % self.warps == 0
-        if self.file == "stream" and self.warps == 8:
-            return part == "down"
-        return self.file == "stream" or shape.rows(part) % (32 * self.warps) == 0
+            return part == "gate_up" and 1 < shape.steps(part) // shape.segment(part) == self.warps
+        if self.file == "stream":
+            return (part == "down") == (self.rows > 0)
+        return shape.rows(part) % (32 * self.warps) == 0
+
+    def ring(self, shape: Shape, part: str) -> int:
+        """Steps in a warp's ring of the stream kernels: an even part of a segment, or (down) several."""
+        segment = shape.segment(part)
+        if self.depth >= segment:
+            return segment if part == "gate_up" else self.depth // segment * segment
+        return next(d for d in range(self.depth // 2 * 2, 0, -2) if segment % d == 0)
 
     def shared(self, shape: Shape, part: str) -> int:
         """Dynamic shared memory of a block, bytes (for down_stream: the largest)."""
-        if self.file == "split":
-            return shape.steps(part) * 576
-        if self.file == "stream":
-            y = 64 * shape.topk * FEW_ROWS if part == "down" else 0
-            return self.warps * _depth(shape.steps(part)) * 576 + y
+        if self.file in ("split", "stream"):
+            y = 64 * shape.topk * self.rows if part == "down" else 0
+            return self.warps * self.ring(shape, part) * 576 + y
         if self.file == "ring":
             return self.warps * self.stages * 1152 + (self.stages - 2 + 2 * self.span) * 1024 * self.tokens
         return self.stages * self.span * (self.warps * 1152 + 1024 * self.tokens)
@@ -87,44 +102,42 @@ class Form:
         found = {"HIDDEN": shape.hidden, "WIDTH": shape.width, "TOPK": shape.topk, "WARPS": self.warps, "BLOCKS": self.blocks}
         if part == "gate_up":
             found["GATE_UP"] = 1
-        if self.file == "stream":
-            return found | {"DEPTH": _depth(shape.steps(part))}
-        if self.file == "split":
-            return found
+        if self.scaled:
+            found["SCALED"] = 1
+        if self.file in ("stream", "split"):
+            depth = self.ring(shape, part)
+            length = min(depth, shape.segment(part))
+            return found | {"DEPTH": depth, "XAHEAD": next(a for a in range(self.ahead, 0, -1) if length % a == 0)}
         found |= {"TOKENS": self.tokens, "STAGES": self.stages, "SPAN": self.span}
         return found | {"UNROLL": self.unroll} if self.unroll else found
 
 
 HOPPER = {
-    "split": Form("split", 1, 8, 3),
-    "burst": Form("stream", 1, 8, 4, spill=48),
-    "stream": Form("stream", 1, 4, 4),
+    "split": Form("split", 1, 7, 3, depth=16, ahead=4, spill=64),
+    "stream": Form("stream", 1, 4, 4, depth=8),
+    "few": Form("stream", 1, 4, 4, depth=8, rows=FEW, spill=48),
+    "rows": Form("stream", 1, 4, 4, depth=12, rows=FEW_OF_SLICES),
     "thin": Form("ring", 1, 8, 2, stages=6, span=4),
-    "narrow": Form("ring", 3, 8, 2, stages=6, span=4),
-    "wide": Form("staged", 4, 4, 3, stages=4, span=2),
-    "wider": Form("ring", 6, 4, 3, stages=5, span=2),
-    "widest": Form("staged", 8, 4, 2, stages=3, span=2, unroll=1),
+    "wide": Form("staged", 4, 4, 3, stages=4, span=2, spill=320),
+    "widest": Form("staged", 8, 4, 2, stages=3, span=2, unroll=1, spill=640),
 }
 """Forms by growing tokens per expert, as measured on an H200 (384 and 48 experts of K2.6); the limits are in `choose`.
 
-split and burst are for a few rows of a narrow slice: more warps for gate_up, a warp per job of down (not measured yet).
+split and rows are for slices of the experts; few and rows keep y in shared memory and need no combine.
 """
-# Not measured there. ptxas needs a register or two more than for sm_90a: fewer blocks rather than spills in the inner loop.
-BLACKWELL = HOPPER | {"stream": replace(HOPPER["stream"], spill=32), "wider": replace(HOPPER["wider"], blocks=2)}
 FORMS = {
     "sm_90a": HOPPER,
-    "sm_100a": BLACKWELL,
-    "sm_103a": BLACKWELL,
+    # Not measured there.
+    "sm_100a": HOPPER,
+    "sm_103a": HOPPER,
     # Not measured there. 100 KB of shared memory a multiprocessor: rings that let two blocks be resident.
-    "sm_120a": {
-        "split": Form("split", 1, 8, 1),
-        "burst": Form("stream", 1, 8, 4, spill=48),
-        "stream": Form("stream", 1, 4, 4, spill=32),
+    "sm_120a": HOPPER
+    | {
+        "split": Form("split", 1, 7, 2, depth=8, ahead=4),
+        "rows": Form("stream", 1, 4, 2, depth=8, rows=FEW_OF_SLICES),
         "thin": Form("ring", 1, 8, 2, stages=4, span=4),
-        "narrow": Form("ring", 3, 8, 2, stages=4, span=1),
-        "wide": Form("staged", 4, 4, 2, stages=5, span=1),
-        "wider": Form("ring", 6, 4, 2, stages=4, span=1),
-        "widest": Form("staged", 8, 4, 2, stages=3, span=1),
+        "wide": Form("staged", 4, 4, 2, stages=5, span=1, spill=320),
+        "widest": Form("staged", 8, 4, 2, stages=3, span=1, spill=320),
     },
 }
 """Forms by architecture: the same names and token tiles everywhere."""
@@ -162,16 +175,15 @@ def workspace(shape: Shape, rows: int, device: torch.device | str) -> Workspace:
 
 def choose(shape: Shape, rows: int, experts: int) -> Plan:
     """Pick the forms for `rows` rows spread over `experts` experts (of all ranks), by the mean number of rows per expert."""
-    mean = rows * shape.topk / experts
-    if rows <= FEW_ROWS:
-        # Whole rows of weights as units: fewer than half of the warps that an H200 keeps busy -> split them.
-        units = rows * shape.topk * shape.rows("gate_up") // 16
-        gate_up = _first(shape, "gate_up", ("split", "stream") if units <= 1024 else ("stream",))
-        return Plan(gate_up, "burst" if shape.steps("down") <= 4 else "stream")
-    if mean <= 2:
+    mean, few = rows * shape.topk / experts, rows <= few_rows(shape.width)
+    if shape.width <= SLICE and (few or mean <= 2):
+        return Plan(_first(shape, "gate_up", ("split", "stream")), "rows" if few else _first(shape, "down", ("thin", "wide")))
+    if few:
+        return Plan("stream", "few")
+    if mean <= 1:
         return Plan("stream", _first(shape, "down", ("thin", "wide")))
-    name = next(n for n, most in (("narrow", 12), ("wide", 32), ("wider", 48), ("widest", float("inf"))) if mean <= most)
-    return Plan(_first(shape, "gate_up", (name, "wide")), _first(shape, "down", (name, "wide")))
+    name = "wide" if mean <= 48 else "widest"
+    return Plan(name, name)
 
 
 def _first(shape: Shape, part: str, names: tuple[str, ...]) -> str:
@@ -179,11 +191,6 @@ def _first(shape: Shape, part: str, names: tuple[str, ...]) -> str:
         if HOPPER[name].fits(shape, part):
             return name
     raise ValueError(f"no expert kernel for {shape.rows(part)} rows of {part}; 128 must divide them")
-
-
-def _depth(steps: int) -> int:
-    """Steps in a warp's ring of the stream kernels: the largest even divisor up to 8."""
-    return next(d for d in (8, 6, 4, 2) if steps % d == 0)
 
 
 def _variant(name: str, part: str, shape: Shape, arch: str) -> Variant:
@@ -236,22 +243,76 @@ def moe_int4(
     lists: as `route` made them with tile = plan.tile, for the same rows and live. live int32 [1]: rows of `out` that are
     written. shared may be None. Raises ValueError when shapes, types or capacities do not fit.
     """
-    n = x.shape[0] if rows is None else rows
-    shape = Shape(weights.hidden, weights.width, lists.experts.shape[1])
-    _check(x, weights, lists, live, shared, out, work, plan, n, shape)
-    device = x.device.index or 0
-    jobs = most_jobs(n, shape.topk, lists.held, plan.tile)
-    listed = (lists.jobs, lists.njobs, lists.pairs)
-    _launch("gate_up", plan.gate_up, shape, device, jobs, (weights.gate_up, weights.gate_up_scale, x, *listed, work.h), pdl)
-    nothing = np.uint64(0)
-    tail = (nothing if shared is None else shared, live, out)
-    args = (weights.down, weights.down_scale, work.h, *listed)
-    if HOPPER[plan.down].file == "stream":
-        _launch("down", plan.down, shape, device, jobs, (*args, lists.weights, *tail, np.int32(n)), pdl)
-        return
-    _launch("down", plan.down, shape, device, jobs, (*args, work.y), pdl)
-    grid = (n, -(-shape.hidden // 1024))
-    _kernel("", "combine", shape, device)(grid, 256, (work.y, lists.weights, *tail), pdl=pdl)
+    call = Call(x, weights, lists, live, shared, out, work, plan, x.shape[0] if rows is None else rows, pdl)
+    call.check()
+    call.gate_up()
+    call.down()
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one `moe_int4`, and its two parts: gate_up writes work.h, down reads it and writes out."""
+
+    x: Tensor
+    weights: Packed
+    lists: Lists
+    live: Tensor
+    shared: Tensor | None
+    out: Tensor
+    work: Workspace
+    plan: Plan
+    rows: int
+    pdl: bool = True
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes of the experts."""
+        return Shape(self.weights.hidden, self.weights.width, self.lists.experts.shape[1])
+
+    def gate_up(self) -> None:
+        """Launch h = SwiGLU of every pair."""
+        w = self.weights
+        self._launch("gate_up", self.plan.gate_up, (w.gate_up, w.gate_up_scale, self.x, *self._listed(), self.work.h))
+
+    def down(self) -> None:
+        """Launch the second product and the weighted sum over each row's experts."""
+        w, plan, work, lists = self.weights, self.plan, self.work, self.lists
+        tail = (np.uint64(0) if self.shared is None else self.shared, self.live, self.out)
+        args = (w.down, w.down_scale, work.h, *self._listed())
+        if HOPPER[plan.down].file == "stream":
+            self._launch("down", plan.down, (*args, lists.weights, *tail, np.int32(self.rows)))
+            return
+        self._launch("down", plan.down, (*args, work.y))
+        grid = (self.rows, -(-self.shape.hidden // 1024))
+        kernel = _kernel("", "combine", self.shape, self.x.device.index or 0)
+        kernel(grid, 256, (work.y, lists.weights, *tail), pdl=self.pdl)
+
+    def _listed(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.lists.jobs, self.lists.njobs, self.lists.pairs
+
+    def _launch(self, part: str, name: str, args: tuple) -> None:
+        jobs = most_jobs(self.rows, self.shape.topk, self.lists.held, self.plan.tile)
+        _launch(part, name, self.shape, self.x.device.index or 0, jobs, args, self.pdl)
+
+    def check(self) -> None:
+        """Raise ValueError when shapes, types or capacities do not fit."""
+        shape, n, work, lists = self.shape, self.rows, self.work, self.lists
+        for name, t in (("x", self.x), ("shared", self.shared), ("out", self.out)):
+            if t is not None and (t.dtype != torch.bfloat16 or t.ndim != 2 or t.shape[1] != shape.hidden or not t.is_contiguous()):
+                raise ValueError(f"{name} is contiguous bfloat16 [rows, {shape.hidden}], not {t.dtype} {tuple(t.shape)}")
+            if t is not None and t.shape[0] < n:
+                raise ValueError(f"{name} has {t.shape[0]} rows, {n} asked")
+        if self.weights.experts != lists.held:
+            raise ValueError(f"weights hold {self.weights.experts} experts, the lists {lists.held}")
+        if not 1 <= n <= lists.rows or work.h.shape[0] < n * shape.topk or work.y.shape[0] < n * shape.topk:
+            raise ValueError(f"{n} rows asked, lists for {lists.rows}, workspace for {work.h.shape[0] // shape.topk}")
+        if work.h.shape[1] != shape.width or work.y.shape[1] != shape.hidden:
+            raise ValueError(f"workspace is for {work.y.shape[1]} x {work.h.shape[1]}, not {shape.hidden} x {shape.width}")
+        most = HOPPER[self.plan.down].rows
+        if most and n > most:
+            raise ValueError(f"{self.plan.down} serves up to {most} rows, not {n}")
+        if self.live.dtype != torch.int32:
+            raise ValueError(f"live is int32 [1], not {self.live.dtype}")
 
 
 def _launch(part: str, name: str, shape: Shape, device: int, jobs: int, args: tuple, pdl: bool) -> None:
@@ -266,29 +327,6 @@ def _launch(part: str, name: str, shape: Shape, device: int, jobs: int, args: tu
     else:
         grid = rows // 16
     _kernel(name, part, shape, device)(grid, 32 * form.warps, args, pdl=pdl)
-
-
-def _check(
-    x: Tensor, weights: Packed, lists: Lists, live: Tensor, shared: Tensor | None, out: Tensor, work: Workspace, plan: Plan,
-    n: int, shape: Shape,
-) -> None:  # fmt: skip
-    for name, t in (("x", x), ("shared", shared), ("out", out)):
-        if t is not None and (t.dtype != torch.bfloat16 or t.ndim != 2 or t.shape[1] != shape.hidden or not t.is_contiguous()):
-            raise ValueError(f"{name} is contiguous bfloat16 [rows, {shape.hidden}], not {t.dtype} {tuple(t.shape)}")
-        if t is not None and t.shape[0] < n:
-            raise ValueError(f"{name} has {t.shape[0]} rows, {n} asked")
-    if weights.experts != lists.held:
-        raise ValueError(f"weights hold {weights.experts} experts, the lists {lists.held}")
-    if not 1 <= n <= lists.rows or work.h.shape[0] < n * shape.topk or work.y.shape[0] < n * shape.topk:
-        raise ValueError(f"{n} rows asked, lists for {lists.rows}, workspace for {work.h.shape[0] // shape.topk}")
-    if work.h.shape[1] != shape.width or work.y.shape[1] != shape.hidden:
-        raise ValueError(f"workspace is for {work.y.shape[1]} x {work.h.shape[1]}, not {shape.hidden} x {shape.width}")
-    if HOPPER[plan.down].file == "stream" and n > FEW_ROWS:
-        raise ValueError(f"down_stream serves up to {FEW_ROWS} rows, not {n}")
-    if plan.gate_up == "split" and n > FEW_ROWS:
-        raise ValueError(f"gate_up_split serves up to {FEW_ROWS} rows, not {n}")
-    if live.dtype != torch.int32:
-        raise ValueError(f"live is int32 [1], not {live.dtype}")
 
 
 def bytes_moved(shape: Shape, distinct: float, rows: int, pairs: int) -> int:

@@ -1,115 +1,46 @@
-// W4A16 experts for few tokens each: a warp owns 16 rows x whole K of one expert and at most 8 tokens.
-// Weights come through a private ring in shared memory that is never drained: while the last steps of a unit are computed,
-// the first ones of the warp's next unit are on their way. x is read through L1. See moe.cuh for the chain and the layouts.
-#include "moe.cuh"
-
-#ifndef WARPS
-#define WARPS 4          // of a block
-#endif
-#ifndef BLOCKS
-#define BLOCKS 4         // of a multiprocessor (16 warps of 128 registers; more warps are slower)
-#endif
-#ifndef DEPTH
-#define DEPTH 8          // K64 steps in a warp's ring: even, divides the steps of a row
-#endif
-constexpr int STEP_BYTES = TILE_BYTES + SCALE_BYTES;
-static_assert(DEPTH % 2 == 0 && Part<PART>::STEPS % DEPTH == 0, "DEPTH is even and divides K/64");
-
-// The next bytes that a lane copies; W and S already point at the lane's own 16 bytes of a tile.
-struct Place {
-  const uint4* w;
-  const uint2* s;
-};
-__device__ __forceinline__ Place place(const uint4* W, const uint2* S, int tile) {
-  return {W + (long long)tile * (Part<PART>::STEPS * 32), S + (long long)tile * (Part<PART>::STEPS * 8)};
-}
-
-struct Ring {            // shared addresses: this lane's weights, its scales, where it copies scales to
-  u32 w, s, d;
-  __device__ __forceinline__ explicit Ring(const unsigned char* smem) {
-    const u32 base = shared_address(smem) + (threadIdx.x >> 5) * (DEPTH * STEP_BYTES);
-    const int lane = threadIdx.x & 31;
-    w = base + lane * 16;
-    s = base + DEPTH * TILE_BYTES + (lane >> 2) * 8;
-    d = base + DEPTH * TILE_BYTES + lane * 16;
-  }
-  // the 64 bytes of scales are copied by 4 lanes
-  __device__ __forceinline__ void load(int i, const Place& from, bool on) const {
-    copy16_if(on, w + i * TILE_BYTES, from.w + i * 32);
-    copy16_if(on && (threadIdx.x & 31) < 4, d + i * SCALE_BYTES, from.s + i * 8);
-  }
-  __device__ __forceinline__ void fill(const Place& from) const {
-#pragma unroll
-    for (int i = 0; i < DEPTH; i++) { load(i, from, true); if (i & 1) copy_commit(); }
-  }
-};
-
-__device__ __forceinline__ void one_step(float (&acc)[4], const uint4& w, const uint2& s, const uint4& x0, const uint4& x1) {
-  u32 a0[4], a1[4];
-  int4_fragment(a0, w.x); int4_fragment(a1, w.y); add_group(acc, a0, a1, s.x, x0);
-  int4_fragment(a0, w.z); int4_fragment(a1, w.w); add_group(acc, a0, a1, s.y, x1);
-}
-
-// One unit: acc = 16 rows x 8 tokens. `at`: where the ring's contents came from; on return, of the next unit.
-// next: the tile of the warp's next unit, -1 = none. x: this lane's 8 values of its token's first group.
-__device__ __forceinline__ void unit(float (&acc)[4], const Ring& ring, Place& at, const uint4* W, const uint2* S, int next,
-                                     const bf16* x) {
-  constexpr int ROUNDS = Part<PART>::STEPS / DEPTH;
-#pragma unroll
-  for (int i = 0; i < 4; i++) acc[i] = 0.f;
-  uint4 n0 = load16(x), n1 = load16(x + 32);   // x runs one step ahead
-#pragma unroll 1
-  for (int b = 0; b < ROUNDS; b++) {
-    const bool last = b == ROUNDS - 1, more = !last || next >= 0;
-    at.w += DEPTH * 32; at.s += DEPTH * 8;
-    if (last) at = place(W, S, next < 0 ? 0 : next);
-#pragma unroll
-    for (int i = 0; i < DEPTH; i += 2) {
-      uint4 w[2]; uint2 s[2];
-      copy_wait<DEPTH / 2 - 1>(); __syncwarp();                    // the 4 copying lanes' scales are for all
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        w[k] = shared_load16(ring.w + (i + k) * TILE_BYTES);
-        s[k] = shared_load8(ring.s + (i + k) * SCALE_BYTES);
-      }
-      __syncwarp();                            // all have read before the places are written again
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        const uint4 x0 = n0, x1 = n1;
-        if (i + k + 1 < DEPTH || !last) { n0 = load16(x + (i + k + 1) * 64); n1 = load16(x + (i + k + 1) * 64 + 32); }
-        one_step(acc, w[k], s[k], x0, x1);
-        ring.load(i + k, at, more);
-      }
-      copy_commit();
-    }
-    x += DEPTH * 64;
-  }
-}
+// W4A16 experts for few tokens each: a warp owns 16 rows x whole K of one expert and at most 8 tokens (gate_up), a block 16
+// rows of all experts (down). See flow.cuh.
+#include "flow.cuh"
 
 #ifdef GATE_UP
 // h[pair][WIDTH] = silu(gate) * up. Grid: ceil(most jobs * tiles / WARPS); the hardware hands out the tiles.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 gate_up_stream(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __restrict__ x, const int4* __restrict__ jobs,
                const int* __restrict__ njobs, const int* __restrict__ pairs, bf16* __restrict__ h) {
-  DYNAMIC_SHARED(unsigned char, smem);                            // DEPTH * 576 B a warp
-  constexpr int T = Part<PART>::TILES;
-  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  DYNAMIC_SHARED(unsigned char, smem);                            // RING_BYTES a warp
+  constexpr int T = P::TILES;
+  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, u = blockIdx.x * WARPS + (threadIdx.x >> 5);
+  prefetch_lists(jobs + u / T, njobs, pairs);
   pdl_wait();                                  // the lists come from the router, just before
   pdl_go();
-  const int u = blockIdx.x * WARPS + (threadIdx.x >> 5);
-  if (u >= *njobs * T) return;
-  const int4 job = jobs[u / T];
+  const int4 job = job_and_count(jobs + u / T, njobs);
+  if (u >= job.w * T) return;
   const int count = job.z, pair = pairs[job.y + (g < count ? g : 0)];          // idle columns compute token 0 again
-  W += lane; S += lane * 2;
-  Place at = place(W, S, job.x * T + u % T);
+  Place at = place(W + lane, S + lane * 2, job.x * T + u % T);
   const Ring ring(smem);
-  ring.fill(at);
-  float acc[4];
-  unit(acc, ring, at, W, S, -1, input_row(x, pair) + q * 8);
+  ring.fill(0, at, true);
+  const bf16 *start = input_row(x, pair) + q * 8, *from = start;
+  Ahead ahead;
+  look_all(ahead, start);
+  float total[4];
+  clear4(total);
+#pragma unroll 1
+  for (int r = 0; r < P::SEGMENTS * ROUNDS;) {
+    float acc[4];
+    clear4(acc);
+#pragma unroll 1
+    for (int end = r + ROUNDS; r < end; r++) {
+      const bool on = r + 1 < P::SEGMENTS * ROUNDS;
+      at.advance(LEN);
+      round<0>(acc, ring, at, on, ahead, from, on ? from + LEN * 64 : start);
+      from += LEN * 64;
+    }
+    add4(total, acc);
+  }
   const long long p0 = __shfl_sync(ALL_LANES, pair, 8 * q), p1 = __shfl_sync(ALL_LANES, pair, 8 * q + 4);
   const int column = (u % T) * 8 + g;
-  if (2 * q < count) h[p0 * WIDTH + column] = __float2bfloat16(swiglu(acc[0], acc[2]));
-  if (2 * q + 1 < count) h[p1 * WIDTH + column] = __float2bfloat16(swiglu(acc[1], acc[3]));
+  if (2 * q < count) h[p0 * WIDTH + column] = __float2bfloat16(swiglu(total[0], total[2]));
+  if (2 * q + 1 < count) h[p1 * WIDTH + column] = __float2bfloat16(swiglu(total[1], total[3]));
 }
 #else
 // Row-stationary: a block owns 16 output rows, its warps take the jobs in turn, y of every (token, slot) waits in shared
@@ -118,41 +49,70 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 down_stream(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __restrict__ h, const int4* __restrict__ jobs,
             const int* __restrict__ njobs, const int* __restrict__ pairs, const float* __restrict__ weights,
             const bf16* __restrict__ shared, const int* __restrict__ live, bf16* __restrict__ out, int rows) {
-  DYNAMIC_SHARED(unsigned char, smem);                            // DEPTH * 576 B a warp, then y[rows * TOPK][16]
-  constexpr int T = Part<PART>::TILES;
-  float* y = reinterpret_cast<float*>(smem + WARPS * DEPTH * STEP_BYTES);
+  DYNAMIC_SHARED(unsigned char, smem);                            // RING_BYTES a warp, then y[rows * TOPK][16]
+  constexpr int T = P::TILES;
+  float* y = reinterpret_cast<float*>(smem + WARPS * RING_BYTES);
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, tile = blockIdx.x;
   const int nj = *njobs;                       // written before gate_up started: safe ahead of the wait
-  int j = threadIdx.x >> 5;
+  int j = threadIdx.x >> 5, count[UNITS], pair[UNITS];
   W += lane; S += lane * 2;
   const Ring ring(smem);
   Place at = {W, S};
-  int count = 0, pair = 0;
-  if (j < nj) {
-    const int4 job = jobs[j];
-    count = job.z; pair = pairs[job.y + (g < count ? g : 0)];
+  auto job_at = [&](int k) { return k < nj ? jobs[k] : make_int4(0, 0, 0, 0); };
+  auto pair_of = [&](const int4& job) { return job.z ? pairs[job.y + (g < job.z ? g : 0)] : 0; };
+#pragma unroll
+  for (int u = 0; u < UNITS; u++) {            // the first weights travel while gate_up ends
+    const int4 job = job_at(j + u * WARPS);
+    count[u] = job.z; pair[u] = pair_of(job);
     at = place(W, S, job.x * T + tile);
-    ring.fill(at);                             // the first weights travel while gate_up ends
+    ring.fill(u * LEN, at, job.z);
+  }
+  int4 later = job_at(j + UNITS * WARPS);
+  const int n = min(rows, *live);              // as the lists: known before gate_up started
+  for (int e = threadIdx.x; e < n * 8; e += 32 * WARPS) {
+    prefetch(weights + (e >> 3) * TOPK);
+    if (shared) prefetch(shared + (long long)(e >> 3) * HIDDEN + tile * 16);
   }
   pdl_wait();
   pdl_go();
-  if (j < nj) while (true) {
-    j += WARPS;
-    int next = -1, next_count = 0, next_pair = 0;
-    if (j < nj) {
-      const int4 job = jobs[j];
-      next = job.x * T + tile; next_count = job.z; next_pair = pairs[job.y + (g < next_count ? g : 0)];
+  const bf16* from = input_row(h, pair[0]) + q * 8;
+  Ahead ahead;
+  if (j < nj) look_all(ahead, from);
+  for (bool more = j < nj; more;) {
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+      const int next_pair = pair_of(later), next_count = later.z;
+      const Place next = place(W, S, later.x * T + tile);
+      later = job_at(j + (UNITS + 1) * WARPS);
+      const bf16* then = input_row(h, UNITS == 1 ? next_pair : pair[(u + 1) % UNITS]) + q * 8;
+      float acc[4];
+      clear4(acc);
+      if constexpr (UNITS > 1) {
+        switch (u) {
+#define RUN(N) case N: if constexpr (N < UNITS) round<N * LEN>(acc, ring, next, next_count, ahead, from, then); break;
+          RUN(0) RUN(1) RUN(2) RUN(3) RUN(4) RUN(5) RUN(6) RUN(7)
+#undef RUN
+        }
+      } else {
+#pragma unroll 1
+        for (int r = 0; r < ROUNDS; r++) {
+          const bool last = r + 1 == ROUNDS;
+          at.advance(LEN);
+          if (last) at = next;
+          round<0>(acc, ring, at, !last || next_count, ahead, from, last ? then : from + LEN * 64);
+          from += LEN * 64;
+        }
+      }
+      const int p0 = __shfl_sync(ALL_LANES, pair[u], 8 * q), p1 = __shfl_sync(ALL_LANES, pair[u], 8 * q + 4);
+      if (2 * q < count[u]) { y[p0 * 16 + g] = acc[0]; y[p0 * 16 + g + 8] = acc[2]; }
+      if (2 * q + 1 < count[u]) { y[p1 * 16 + g] = acc[1]; y[p1 * 16 + g + 8] = acc[3]; }
+      count[u] = next_count; pair[u] = next_pair;
+      from = then;
+      j += WARPS;
+      if (j >= nj) { more = false; break; }
     }
-    float acc[4];
-    unit(acc, ring, at, W, S, next, input_row(h, pair) + q * 8);
-    const int p0 = __shfl_sync(ALL_LANES, pair, 8 * q), p1 = __shfl_sync(ALL_LANES, pair, 8 * q + 4);
-    if (2 * q < count) { y[p0 * 16 + g] = acc[0]; y[p0 * 16 + g + 8] = acc[2]; }
-    if (2 * q + 1 < count) { y[p1 * 16 + g] = acc[1]; y[p1 * 16 + g + 8] = acc[3]; }
-    if (next < 0) break;
-    count = next_count; pair = next_pair;
   }
   __syncthreads();
-  const int n = min(rows, *live);
   for (int e = threadIdx.x; e < n * 8; e += 32 * WARPS) {
     const int t = e >> 3, r = (e & 7) * 2;
     float v0 = 0.f, v1 = 0.f;

@@ -8,6 +8,7 @@ import torch
 
 from draftwood.kernels import check, jit
 from draftwood.kernels.moe_int4 import op, ref, repack
+from draftwood.kernels.moe_int4.sizes import few_rows
 from draftwood.kernels.moe_route import ref as route_ref
 from draftwood.kernels.moe_route.op import Lists, most_jobs
 
@@ -102,13 +103,14 @@ def test_every_bucket_has_forms_that_fit(shape: op.Shape) -> None:
         for part, name in (("gate_up", plan.gate_up), ("down", plan.down)):
             assert all(forms[name].fits(shape, part) for forms in op.FORMS.values())
         assert plan.tile % 8 == 0
-        assert rows <= op.FEW_ROWS or (plan.gate_up != "split" and plan.down not in ("stream", "burst"))
+        assert rows <= (op.HOPPER[plan.down].rows or rows)
+        assert (rows <= few_rows(shape.width)) == (op.HOPPER[plan.down].file == "stream")
 
 
 def test_forms_of_every_architecture_take_the_same_jobs() -> None:
     for forms in op.FORMS.values():
-        assert {n: (f.file, f.tokens, f.warps) for n, f in forms.items()} == {
-            n: (f.file, f.tokens, f.warps) for n, f in op.HOPPER.items()
+        assert {n: (f.file, f.tokens, f.warps, f.rows) for n, f in forms.items()} == {
+            n: (f.file, f.tokens, f.warps, f.rows) for n, f in op.HOPPER.items()
         }
 
 
@@ -203,9 +205,8 @@ def grow(lists: Lists, rows: int, topk: int, tile: int) -> Lists:
 
 def plans(shape: op.Shape, rows: int) -> list[op.Plan]:
     """Pairs of forms in which every form that may run for so many rows occurs, and what `choose` makes."""
-    few = ("split", "burst", "stream")
-    ups = [n for n, f in op.HOPPER.items() if f.fits(shape, "gate_up") and (rows <= op.FEW_ROWS or n != "split")]
-    downs = [n for n, f in op.HOPPER.items() if f.fits(shape, "down") and (rows <= op.FEW_ROWS or n not in few)]
+    ups = [n for n, f in op.HOPPER.items() if f.fits(shape, "gate_up")]
+    downs = [n for n, f in op.HOPPER.items() if f.fits(shape, "down") and rows <= (f.rows or rows)]
     pairs = [op.Plan(ups[i % len(ups)], downs[i % len(downs)]) for i in range(max(len(ups), len(downs)))]
     return list(dict.fromkeys(pairs + [op.choose(shape, rows, e) for e in (384, 48, 16)]))
 
@@ -216,7 +217,7 @@ def plans(shape: op.Shape, rows: int) -> list[op.Plan]:
 def test_every_form_gives_a_row_the_bits_it_has_alone(shape: op.Shape) -> None:
     held = 16 if shape == NANO else 48
     packed, batch = random_experts(shape, held), Batch(shape, held)
-    alone = op.Plan("stream", "stream")
+    alone = op.Plan("stream", "few")
     probes = torch.tensor([0, 5, 11], device="cuda")
     base = {int(p): batch.run(packed, p[None], alone)[0][0] for p in probes}
     others = torch.tensor([i for i in range(1024) if i not in base], device="cuda")

@@ -136,14 +136,14 @@ def _variant(entry: str, shape: Shape, parts: int) -> Variant:
         "HIDDEN": shape.hidden, "EXPERTS": shape.experts, "TOPK": shape.topk, "PARTS": parts, "WARPS": shape.warps,
         entry.upper(): 1,
     }  # fmt: skip
-    threads = {"scores": 32 * shape.warps, "choose": 256}.get(entry, 1024)
+    threads = {"scores": 32 * shape.warps, "choose": 128}.get(entry, 1024)
     shared = _list_bytes(shape.experts, MOST_ROWS) if entry == "lists" else 0
     return Variant(jit.Source(Path(__file__).parent / "route.cu", entry, macros), threads, shared)
 
 
 def _list_bytes(held: int, rows: int) -> int:
     """Dynamic shared memory of `lists`: a bit per row and expert, starts, sums of 32 warps."""
-    return 4 * (held * -(-rows // 32) + held + 33)
+    return 4 * (held * (-(-rows // 32) | 1) + held + 33)
 
 
 def variants() -> list[Variant]:
@@ -173,7 +173,7 @@ def route(x: Tensor, router: Router, live: Tensor, out: Lists, tile: int, rows: 
     if n <= FUSED_ROWS:
         get("choose_lists", parts=1)(1, 1024, (*chosen, *listed, *held, scale, cut), pdl=pdl)
         return
-    get("choose", parts=1)(-(-n // 8), 256, (*chosen, *held, scale), pdl=pdl)
+    get("choose", parts=1)(n, 128, (*chosen, *held, scale), pdl=pdl)
     get("lists", parts=1)(1, 1024, (out.experts, live, *listed, *held, cut), shared=_list_bytes(out.held, n), pdl=pdl)
 
 

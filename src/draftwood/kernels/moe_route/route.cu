@@ -1,7 +1,7 @@
 // Router of an MoE layer: scores = x W^T, sigmoid, biased choice of TOPK experts, weights, and the lists of the grouped GEMMs.
 //
 //   scores        partial[seg][row][expert]: grid (EXPERTS/16, SEGMENTS, row blocks); a warp owns 16 experts x 128 of K
-//   choose        8 rows a block: experts[row][slot], weights[row][slot]
+//   choose        a row a block: experts[row][slot], weights[row][slot]
 //   lists         one block: pairs, jobs, njobs
 //   choose_lists  one block for at most 16 rows: choose and lists in one launch
 //
@@ -15,6 +15,15 @@
 // (row g+8, same), (row g, k0+2..+3), (row g+8, same): so 16 bytes x[32b+8q .. +7] of a row are the B fragments of two steps.
 // Rows from *live on are padding: they get no pairs, and their experts and weights are not written.
 #include "../common.cuh"
+
+#ifdef EMULATION
+inline u32 __reduce_max_sync(u32, u32 v) {
+  u32 best = 0;
+  for (int d = 0; d < 32; d++) best = max(best, __shfl_sync(ALL_LANES, v, d));
+  return best;
+}
+inline u32 __reduce_min_sync(u32, u32 v) { return ~__reduce_max_sync(ALL_LANES, ~v); }
+#endif
 
 constexpr int SEGMENT = 128 * WARPS, SEGMENTS = HIDDEN / SEGMENT;
 static_assert(HIDDEN % SEGMENT == 0 && EXPERTS % 16 == 0 && EXPERTS <= 1024 && TOPK <= 32 && TOPK <= EXPERTS, "shape");
@@ -76,7 +85,7 @@ scores(const uint4* __restrict__ W, const bf16* __restrict__ x, const int* __res
 #endif
 
 #if defined(CHOOSE) || defined(CHOOSE_LISTS)
-// Rows from .. to-1 of the block, at most ROWS: score[row][expert] in shared memory, then a warp a row chooses.
+// Rows from .. to-1 of the block: score[row][expert] in shared memory, then a warp a row chooses.
 // Raw weights go out for the experts first .. first+held-1, exactly 0 for those of other ranks.
 __device__ __forceinline__ void choose_rows(float* score, const float* partial, const float* bias, int rows, int from, int to,
                                             int first, int held, float scale, int* experts, float* weights, int* chosen) {
@@ -92,22 +101,26 @@ __device__ __forceinline__ void choose_rows(float* score, const float* partial, 
   for (int row = from + (tid >> 5); row < to; row += blockDim.x >> 5) {
     constexpr int MINE = (EXPERTS + 31) / 32;  // experts of a lane: lane, lane + 32, ...
     const float* s = score + (row - from) * EXPERTS;
-    u64 key[MINE];
+    u32 key[MINE];                             // orders as the biased score; 0: none, or chosen already
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
       const int e = lane + 32 * i;
-      key[i] = e < EXPERTS ? choice_key(s[e] + bias[e], e) : 0;    // 0 is below every key of an expert
+      key[i] = e < EXPERTS ? max(float_order(s[e] + bias[e]), 1u) : 0;
     }
     u32 mine = 0;                              // the choice of slot `lane`
 #pragma unroll 1
     for (int k = 0; k < TOPK; k++) {
-      u64 best = 0;
+      u32 best = key[0];
 #pragma unroll
-      for (int i = 0; i < MINE; i++) best = key[i] > best ? key[i] : best;
-      best = warp_max(best);
+      for (int i = 1; i < MINE; i++) best = max(best, key[i]);
+      best = __reduce_max_sync(ALL_LANES, best);
+      u32 id = ~0u;                            // the lowest expert with that score
 #pragma unroll
-      for (int i = 0; i < MINE; i++) if (key[i] == best) key[i] = 0;
-      if (lane == k) mine = choice_id(best);
+      for (int i = MINE - 1; i >= 0; i--) id = key[i] == best ? lane + 32 * i : id;
+      id = __reduce_min_sync(ALL_LANES, id);
+#pragma unroll
+      for (int i = 0; i < MINE; i++) if (lane + 32 * i == id) key[i] = 0;
+      if (lane == k) mine = id;
     }
     const float w = lane < TOPK ? s[mine] : 0.f;
     float total = 0.f;
@@ -180,28 +193,48 @@ __device__ __forceinline__ void make_lists(u32* mask, u32* at, const int* chosen
 }
 #endif
 
+#ifdef CHOOSE_LISTS
+// The lists of at most 32 pairs by one warp; a job holds at least as many pairs as an expert can have rows.
+__device__ __forceinline__ void few_lists(const int* chosen, int n, int first, int held, int* pairs, int4* jobs, int* njobs) {
+  const int p = threadIdx.x, count = n * TOPK;
+  const u32 expert = p < count ? chosen[p] - first : ~0u;
+  const bool here = expert < (u32)held;
+  int start = 0, rank = 0, same = 0;           // pairs of lower experts; of this one: before p, and in all
+  for (int o = 0; o < count; o++) {
+    const u32 e = __shfl_sync(ALL_LANES, expert, o);
+    if (e < (u32)held) { start += e < expert; rank += e == expert && o < p; same += e == expert; }
+  }
+  const u32 heads = __ballot_sync(ALL_LANES, here && rank == 0);
+  int job = 0;
+  for (int o = 0; o < count; o++) job += __shfl_sync(ALL_LANES, expert, o) < expert && (heads >> o & 1);
+  if (here) pairs[start + rank] = p;
+  if (here && rank == 0) jobs[job] = make_int4(expert, start, same, 0);
+  if (p == 0) *njobs = __popc(heads);
+}
+#endif
+
 #ifdef CHOOSE
-// Grid ceil(rows / 8), 256 threads.
-extern "C" __global__ void __launch_bounds__(256)
+// A row a block, 128 threads.
+extern "C" __global__ void __launch_bounds__(128)
 choose(const float* __restrict__ partial, const float* __restrict__ bias, const int* __restrict__ live, int* __restrict__ experts,
        float* __restrict__ weights, int rows, int first, int held, float scale) {
-  __shared__ float score[8 * EXPERTS];
+  __shared__ float score[EXPERTS];
   pdl_wait();
   pdl_go();
-  const int n = min(rows, *live), from = blockIdx.x * 8, to = min(n, from + 8);
-  if (from < to) choose_rows(score, partial, bias, rows, from, to, first, held, scale, experts, weights, nullptr);
+  const int row = blockIdx.x;
+  if (row < min(rows, *live)) choose_rows(score, partial, bias, rows, row, row + 1, first, held, scale, experts, weights, nullptr);
 }
 #endif
 
 #ifdef LISTS
-// One block of 1024 threads. Dynamic shared memory: 4 * (held * ceil(rows / 32) + held + 33) bytes.
+// One block of 1024 threads. Dynamic shared memory: 4 * (held * (ceil(rows / 32) | 1) + held + 33) bytes.
 extern "C" __global__ void __launch_bounds__(1024)
 lists(const int* __restrict__ experts, const int* __restrict__ live, int* __restrict__ pairs, int4* __restrict__ jobs,
       int* __restrict__ njobs, int rows, int first, int held, int tile) {
   DYNAMIC_SHARED(u32, space);
   pdl_wait();
   pdl_go();
-  const int n = min(rows, *live), words = (rows + 31) / 32;
+  const int n = min(rows, *live), words = (rows + 31) / 32 | 1;      // odd: the words of 32 experts lie in 32 banks
   make_lists(space, space + held * words, experts, n, words, first, held, tile, pairs, jobs, njobs);
 }
 #endif
@@ -220,6 +253,7 @@ choose_lists(const float* __restrict__ partial, const float* __restrict__ bias, 
   const int n = min(rows, *live);
   choose_rows(score, partial, bias, rows, 0, n, first, held, scale, experts, weights, chosen);
   __syncthreads();
-  make_lists(mask, at, chosen, n, 1, first, held, tile, pairs, jobs, njobs);
+  if (n * TOPK > 32 || n > tile) make_lists(mask, at, chosen, n, 1, first, held, tile, pairs, jobs, njobs);
+  else if (threadIdx.x < 32) few_lists(chosen, n, first, held, pairs, jobs, njobs);
 }
 #endif

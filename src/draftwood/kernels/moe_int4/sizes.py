@@ -1,0 +1,11 @@
+"""For which sizes the down part sums over a row's experts itself. No torch: who counts launches shares it with the launcher."""
+
+SLICE = 512
+"""Columns up to which an expert counts as a slice: K of the down part is then at most 8 steps."""
+FEW, FEW_OF_SLICES = 4, 40
+"""Most rows whose y a block of down_stream keeps in shared memory, of wide experts and of slices."""
+
+
+def few_rows(width: int) -> int:
+    """Rows up to which experts of `width` columns take two launches, not three (no combine)."""
+    return FEW_OF_SLICES if width <= SLICE else FEW

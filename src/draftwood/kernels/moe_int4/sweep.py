@@ -1,0 +1,240 @@
+"""Times every form that can be near the best at the benchmark's sizes: what `op.choose` and the forms are filled from.
+
+`python -m draftwood.kernels.moe_int4.sweep FOLDER [--seconds S]` runs unattended and writes one JSON line per measurement to
+FOLDER/moe_sweep.jsonl: both parts together, and each alone. With `--build ARCH` it only compiles, without a GPU. Results of one
+chain of sums must be the same bits at a size. A form that breaks the device's context is skipped: the sweep goes on in a new
+process without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftwood.errors import ConfigError
+from draftwood.kernels import jit
+from draftwood.kernels.case import read_peak, time_graph
+from draftwood.kernels.moe_int4 import bench, op
+from draftwood.kernels.moe_int4.op import Form
+
+REST = 0.04
+"""Seconds of rest before a measurement."""
+
+FORMS = {
+    "st": Form("stream", 1, 4, 4, depth=8),
+    "st.x2": Form("stream", 1, 4, 4, depth=8, ahead=2),
+    "st.b5": Form("stream", 1, 4, 5, depth=8),
+    "st.d16": Form("stream", 1, 4, 4, depth=16),
+    "sp": Form("split", 1, 7, 3, depth=16, ahead=4),
+    "sp.x2": Form("split", 1, 7, 3, depth=16, ahead=2),
+    "sp.b4": Form("split", 1, 7, 4, depth=8, ahead=2),
+    "sp.b2": Form("split", 1, 7, 2, depth=16, ahead=8),
+    "few": Form("stream", 1, 4, 4, depth=8, rows=4),
+    "few.d16": Form("stream", 1, 4, 4, depth=16, rows=4),
+    "few.b6": Form("stream", 1, 4, 6, depth=8, ahead=2, rows=4),
+    "few.w8": Form("stream", 1, 8, 4, depth=4, rows=4),
+    "rows": Form("stream", 1, 4, 4, depth=12, rows=36),
+    "rows.d8": Form("stream", 1, 4, 4, depth=8, ahead=2, rows=36),
+    "rows.d16": Form("stream", 1, 4, 4, depth=16, ahead=4, rows=16),
+    "rows.b5": Form("stream", 1, 4, 5, depth=12, rows=16),
+    "rows.x4": Form("stream", 1, 4, 4, depth=12, ahead=4, rows=36),
+    "thin": Form("ring", 1, 8, 2, stages=6, span=4),
+    "t1": Form("staged", 1, 8, 2, stages=4, span=2),
+    "t1.b4": Form("staged", 1, 4, 4, stages=4, span=2),
+    "t2": Form("staged", 2, 4, 4, stages=4, span=2),
+    "t3": Form("staged", 3, 4, 4, stages=3, span=2),
+    "t3.b3": Form("staged", 3, 4, 3, stages=4, span=2),
+    "t4": Form("staged", 4, 4, 3, stages=4, span=2),
+    "t4.b4": Form("staged", 4, 4, 4, stages=3, span=2),
+    "t4.u1": Form("staged", 4, 4, 4, stages=3, span=2, unroll=1),
+    "t4.w8": Form("staged", 4, 8, 2, stages=4, span=2),
+    "t6": Form("staged", 6, 4, 3, stages=3, span=2, unroll=1),
+    "t8": Form("staged", 8, 4, 2, stages=3, span=2, unroll=1),
+    "t8.b3": Form("staged", 8, 4, 3, stages=4, span=1),
+    "t12": Form("staged", 12, 4, 2, stages=3, span=2, unroll=1),
+    "t12.s1": Form("staged", 12, 4, 2, stages=5, span=1),
+    "t12.w8": Form("staged", 12, 8, 1, stages=4, span=2, unroll=1),
+}
+"""Candidates. Every one is tried with either chain: the accumulator scaled by group, or (+) weights scaled and rounded."""
+
+CHAINS = {"": False, "+": True}
+SHORT = {"t8.b3", "t12.s1", "t12.w8"}
+"""Those that have too few registers for accumulators and group sums."""
+CASES: list[tuple[op.Shape, int, int, list[str]]] = [
+    (bench.TP8, 384, 1, ["st few", "sp few.w8", "sp few.b6", "sp few", "sp.x2 few.b6", "sp.b4 few.b6", "sp.b2 few.b6"]),
+    (bench.TP8, 384, 9, ["sp rows", "st rows.x4", "sp.x2 rows.d8", "sp.b4 rows.d16", "sp rows.b5", "t1.b4 t1", "st thin"]),
+    (bench.TP8, 384, 33, ["sp rows", "st rows.x4", "sp.b4 rows.d8", "sp.x2 rows", "t2 t2", "t1.b4 thin", "t4 t4"]),
+    (bench.TP8, 384, 4, ["sp few", "st rows", "sp.b4 rows.d16", "sp few.b6"]),
+    (bench.TP8, 384, 65, ["sp thin", "st thin", "t1.b4 t1", "t2 t2", "t4 t4"]),
+    (bench.K26, 384, 1, ["st few", "st.x2 few.d16", "st.b5 few.b6", "sp few.d16"]),
+    (bench.K26, 384, 9, ["st thin", "st.x2 t1", "st.d16 t1.b4", "t4 t4"]),
+    (bench.K26, 384, 33, ["st thin", "st.x2 t1", "t2 t2", "t4 t4"]),
+    (bench.K26, 384, 65, ["st thin", "thin thin", "t1 t1", "t2 t2", "t4 t4"]),
+    (bench.K26, 48, 128, ["t4 t4", "t3 t3", "t4.b4 t4.b4", "t3.b3 t3.b3", "t4.u1 t4.u1", "t4.w8 t4.w8", "t6 t6"]),
+    (bench.K26, 48, 512, ["t12 t12", "t8 t8", "t6 t6", "t8.b3 t8.b3", "t12.w8 t12.w8", "t12.s1 t12.s1", "t4 t4"]),
+    (bench.K26, 384, 128, ["t4 t4", "t3 t3", "t2 t2", "t4.b4 t4.b4"]),
+    (bench.K26, 384, 512, ["t4 t4", "t3 t3", "t2 t2", "t4.b4 t4.b4"]),
+    (bench.K26, 48, 33, ["t4 t4", "t2 t2", "t3 t3", "t1 t1"]),
+    (bench.K26, 48, 65, ["t4 t4", "t2 t2", "t3 t3", "t4.b4 t4.b4"]),
+    (bench.K26, 48, 9, ["st thin", "t1 t1", "t2 t2", "t4 t4"]),
+    (bench.K26, 384, 17, ["st thin", "st.x2 t1", "t4 t4"]),
+]
+"""(shape, experts, rows, pairs of forms for gate_up and down); the most wanted first."""
+
+
+def register() -> None:
+    """Make the candidates known to the launcher of this process."""
+    for mark, scaled in CHAINS.items():
+        op.HOPPER.update({name + mark: replace(form, scaled=scaled) for name, form in FORMS.items()})
+
+
+def plans(pairs: list[str]) -> list[tuple[str, op.Plan]]:
+    """(chain, plan) of every pair, chain by chain for each pair."""
+    return [
+        (mark, op.Plan(*(name + mark for name in pair.split())))
+        for pair in pairs
+        for mark in CHAINS
+        if mark or not SHORT & set(pair.split())
+    ]
+
+
+def sources(arch: str) -> list[jit.Source]:
+    """Everything the sweep loads."""
+    found: dict[str, jit.Source] = {}
+    for shape, _, _, pairs in CASES:
+        for _, plan in plans(pairs):
+            for part, name in (("gate_up", plan.gate_up), ("down", plan.down)):
+                source = op._variant(name, part, shape, arch).source
+                found[f"{source.file} {source.label()}"] = source
+        combine = op._combine_variant(shape).source
+        found[combine.label()] = combine
+    return list(found.values())
+
+
+class Sweep:
+    """Progress of one process: what is done already is read from the file, what broke is left out."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.file, self.current, self.end = folder / "moe_sweep.jsonl", folder / "moe_sweep.current", time.time() + seconds
+        lines = [json.loads(x) for x in self.file.read_text().splitlines()] if self.file.exists() else []
+        self.done = {x["key"] for x in lines if "key" in x}
+        self.broken = {x["broken"] for x in lines if "broken" in x}
+
+    def say(self, **line: Any) -> None:
+        """Write a line at once."""
+        print(json.dumps(line), flush=True)
+        with self.file.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    def start(self, plan: op.Plan, key: str) -> bool:
+        """Whether to do `key`; if so its plan counts as broken until the next start."""
+        name = f"{plan.gate_up} {plan.down}"
+        if name in self.broken or key in self.done or time.time() > self.end:
+            return False
+        self.current.write_text(name)
+        return True
+
+    def times(self, shape: op.Shape, experts: int, rows: int, pairs: list[str], device: torch.device, peak: float) -> None:
+        """One size with every candidate."""
+        size, flops = bench.work_of(shape, experts, rows)
+        firsts: dict[str, torch.Tensor] = {}
+        known: dict[str, float] = {}
+        for mark, plan in plans(pairs):
+            key = f"{experts} x {shape.width}, {rows} rows: {plan.gate_up} {plan.down}"
+            if not self.start(plan, key):
+                continue
+            try:
+                setup = bench.prepare(shape, experts, rows, plan, device)
+            except (ValueError, ConfigError) as error:
+                self.say(key=key, refused=str(error))
+                continue
+            setup.launch()
+            torch.cuda.synchronize(device)
+            out = setup.calls[-1].out
+            line: dict[str, Any] = {"same": torch.equal(out, firsts.setdefault(mark, out.clone()))}
+            if rows in (9, 128) and "same" + mark not in known:
+                known["same" + mark], line["error"] = 1, setup.error()
+            time.sleep(REST)
+            us = time_graph(setup.launch, len(setup.calls), 5)
+            line |= {"us": round(us, 2), "of_peak": round(size / us / 1e-6 / peak, 4), "tflop_s": round(flops / us / 1e6, 1)}
+            halves: tuple[tuple[str, str, Callable[[], None]], ...] = (
+                ("gate_up", plan.gate_up, setup.gate_up), ("down", plan.down, setup.down),
+            )  # fmt: skip
+            for part, name, run in halves:
+                if name + part not in known:
+                    time.sleep(REST)
+                    known[name + part] = round(time_graph(run, len(setup.calls), 5), 2)
+                line[part] = known[name + part]
+            self.say(key=key, **line)
+
+
+def build(arch: str) -> int:
+    """Compile everything that the sweep loads; return how many."""
+    everything = sources(arch)
+    jit.build(everything[0], arch)  # imports the compiler, which threads must not do at once
+    with ThreadPoolExecutor(16) as pool:
+        return len(list(pool.map(functools.partial(jit.build, arch=arch), everything)))
+
+
+def child(folder: Path, seconds: float) -> None:
+    """One process of the sweep."""
+    sweep = Sweep(folder, seconds)
+    device = torch.device("cuda", torch.cuda.current_device())
+    arch = jit.arch_of(torch.cuda.get_device_capability(device))
+    began = time.time()
+    built = build(arch)
+    peak = read_peak(device)
+    gc.freeze()  # every capture collects: what is there now stays
+    name, compiled = torch.cuda.get_device_name(device), round(time.time() - began, 1)
+    sweep.say(device=name, compiled=built, compiled_s=compiled, read_peak_gb_s=peak / 1e9)
+    for shape, experts, rows, pairs in CASES:
+        sweep.times(shape, experts, rows, pairs, device, peak)
+    sweep.say(finished=time.time() < sweep.end, left_s=round(sweep.end - time.time(), 1))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run children until one ends well or nothing new breaks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seconds", type=float, default=85)
+    parser.add_argument("--build", metavar="ARCH", choices=jit.ARCHS, help="compile only, which needs no GPU")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args(argv)
+    register()
+    if asked.build:
+        print(f"{build(asked.build)} kernels", flush=True)
+        return 0
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    if asked.child:
+        child(asked.folder, asked.seconds)
+        return 0
+    end = time.time() + asked.seconds
+    while (left := end - time.time()) > 8:
+        again = [sys.executable, "-m", "draftwood.kernels.moe_int4.sweep", str(asked.folder), "--child", "--seconds", str(left)]
+        try:
+            if subprocess.run(again, timeout=left + 15, check=False).returncode == 0:
+                return 0
+        except subprocess.TimeoutExpired:
+            print("a form did not come back", flush=True)
+        progress = Sweep(asked.folder, left)
+        broken = progress.current.read_text() if progress.current.exists() else ""
+        if not broken or broken in progress.broken:
+            return 1
+        progress.say(broken=broken)
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
