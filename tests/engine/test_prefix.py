@@ -133,7 +133,7 @@ def test_forced_preemptions_change_no_token_logprob_or_count(temperature, budget
             PROMPT[i:][: 30 + i],
             SamplingParams(
                 max_tokens=40 - i, temperature=temperature, seed=i, logprobs=3, ignore_eos=True, frequency_penalty=0.5,
-                repetition_penalty=1.2, min_tokens=9, stop_token_ids=(5,),
+                repetition_penalty=1.2, min_tokens=24, stop_token_ids=tuple(range(9)),
             ),
         )
         for i in range(5)
@@ -150,7 +150,7 @@ def test_forced_preemptions_change_no_token_logprob_or_count(temperature, budget
                 kept[3] = (o.finish_reason, o.usage.completion_tokens, o.usage.prompt_tokens)
         return list(out.values())
 
-    engine = cached("blurred", budget, enable_prefix_caching=prefix, **{**NARROW, "num_pages": 15 if budget == 64 else 12})
+    engine = cached("blurred", budget, enable_prefix_caching=prefix, **{**NARROW, "num_pages": {0: 9, 16: 12, 64: 15}[budget]})
     found = result(engine, asks)
     assert engine.scheduler.preemptions > 0
     for ask, mine in zip(asks, found, strict=True):

@@ -68,6 +68,24 @@ def test_preemptions_and_hits_give_the_text_of_plain_decoding(temperature, plain
     assert hits and preempted >= len(PAGES)
 
 
+def test_streams_and_stop_texts_go_on_where_a_row_was_preempted(plain, cached):
+    prompts = [plain.encode(HEAD * 3)[:100] + plain.encode(tail) for tail in TAILS[:2]]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    stops = [plain.generate(p, params)[0].text.rstrip()[-3:] for p in prompts]
+    asks = [dataclasses.replace(params, stop=(stop,)) for stop in stops]
+    alone = [plain.generate(p, one)[0] for p, one in zip(prompts, asks, strict=True)]
+    scheduler = squeezed(cached, 5, True)
+    answers = [cached.start(p, dataclasses.replace(one, tree_budget=0)) for p, one in zip(prompts, asks, strict=True)]
+    pieces: dict[int, str] = {answer.id: "" for answer in answers}
+    while any(answer.reason is None for answer in answers):
+        for answer in cached.advance():
+            pieces[answer.id] += answer.take()
+    assert scheduler.preemptions > 0
+    for answer, one in zip(answers, alone, strict=True):
+        assert pieces[answer.id] == answer.text == one.text
+        assert (answer.token_ids, answer.reason, answer.usage.completion_tokens) == (one.token_ids, "stop", one.completion_tokens)
+
+
 @pytest.mark.parametrize("window", [64, 2048])
 def test_a_hit_drafts_as_well_as_a_miss(window):
     options = {"tree_budget": 16, "max_num_seqs": 1, "max_model_len": 512, "draft_window": window}
