@@ -1,8 +1,9 @@
 """Measure steps on a GPU by rows and budget: whole graphs, their stages, the gap between steps, and all of it beside the bytes.
 
-Every row has `context` tokens of random text when its steps are timed. Graphs are timed by CUDA events, the state of rows set back
-before each replay; the gap is what passes between the end of a graph and the start of the next in the running loop. The floor is
-the bytes of `model/costs` at the speed at which this device reads a large tensor, measured in the same run.
+Every row has `context` committed tokens, of random latents, when its graph and the stages are timed: by CUDA events, the state of
+rows set back before each replay. The gap is what passes between the end of a graph and the start of the next in the running loop,
+and tokens per second are the loop's. The floor is the bytes of `model/costs` at the speed at which this device reads a large
+tensor, measured in the same run.
 """
 
 from __future__ import annotations
@@ -25,22 +26,25 @@ from draftwood.model import costs
 if TYPE_CHECKING:
     from draftwood.llm import LLM
 
-REPLAYS, STEPS = 20, 24
-"""Timed replays of a graph, and steps of the loop whose gaps are taken."""
+REPLAYS, STEPS, AUTO_STEPS = 20, 24, 96
+"""Timed replays of a graph, and steps of the loop that are timed, with fixed and with automatic trees."""
+FEW = 8
+"""Rows up to which those of the loop begin with whole contexts; more would decode for long while the last are read."""
 SETTLE = 3
 """Decoding steps before anything is timed."""
 CHUNKS = 3
 """Whole chunks of a prompt that are timed."""
 
 
-def measure(llm: LLM, rows: Sequence[int], budgets: Sequence[int], context: int, seed: int) -> list[dict[str, Any]]:
+@torch.inference_mode()
+def measure(llm: LLM, rows: Sequence[int], budgets: Sequence[int | str], context: int, seed: int) -> list[dict[str, Any]]:
     """Return the device's line, one for prompts, then one for each number of rows and budget."""
     bench = DeviceBench(llm, context, seed)
     lines = [bench.device_line(), bench.prompt_line()]
     with report.progress(len(rows) * len(budgets), "bench step", " cases") as bar:
         for count in rows:
             for budget in budgets:
-                lines.append(bench.case(count, budget))
+                lines.append(bench.automatic(count) if isinstance(budget, str) else bench.case(count, budget))
                 bar.update()
     return lines
 
@@ -54,6 +58,10 @@ class DeviceBench:
         self.llm, self.stepper, self.context = llm, stepper, context
         self.random = torch.Generator().manual_seed(seed)
         self.peak = read_peak(stepper.device)
+        stepper.parts.kv.cache.normal_()
+        if stepper.parts.draft_kv is not None:
+            stepper.parts.draft_kv.keys.normal_()
+            stepper.parts.draft_kv.values.normal_()
 
     def device_line(self) -> dict[str, Any]:
         """What is measured on."""
@@ -63,15 +71,13 @@ class DeviceBench:
             "synthetic_accept": stepper.parts.synthetic, "context": self.context, "block": self.llm.plan.block,
         }  # fmt: skip
 
-    def _start(self, rows: int, budget: int) -> list[int]:
+    def _start(self, rows: int, budget: int | str) -> list[int]:
         """Begin `rows` rows and decode a few steps."""
         engine, vocab = self.llm.engine, self.llm.engine.parts.vocab
         params = SamplingParams(max_tokens=self.llm.plan.max_model_len, ignore_eos=True, tree_budget=budget, seed=1)
-        ids = []
-        for _ in range(rows):
-            prompt = torch.randint(0, vocab, (self.context,), generator=self.random).tolist()
-            ids.append(engine.add(prompt, params))
-        while any(seq.prompting for seq in engine.scheduler.running.values()) or engine.scheduler.waiting:
+        size = self.context if rows <= FEW else min(self.context, 64)
+        ids = [engine.add(torch.randint(0, vocab, (size,), generator=self.random).tolist(), params) for _ in range(rows)]
+        while engine.scheduler.waiting or any(seq.prompting for seq in engine.scheduler.running.values()):
             engine.step()
         for _ in range(SETTLE):
             engine.step()
@@ -85,32 +91,29 @@ class DeviceBench:
 
     def case(self, rows: int, budget: int) -> dict[str, Any]:
         """One number of rows and one budget."""
-        ids = self._start(rows, budget)
         key = self.stepper.sizes.key(rows, budget, False)
-        torch.cuda.synchronize()
-        state = self.stepper.rows.state
-        kept = (state.lengths.clone(), state.roots.clone())
+        graph, step = self.stepper.prepare(key), self.stepper.step_of(key)
+        pages = self.llm.plan.num_pages
 
         def reset() -> None:
-            state.lengths.copy_(kept[0])
-            state.roots.copy_(kept[1])
+            self.stepper.rows.rehearse(rows, budget, self.context, pages)
 
-        whole = self._times([self.stepper.prepare(key)], reset)[0]
         reset()
-        step = self.stepper.step_of(key)
+        whole = self._times([graph], reset)[0]
         nodes = int(step.flat.total)
         stages = dict(zip(STAGES, self._times(self._stages(step), reset), strict=True))
-        reset()
-        gap, wall, tokens = self._loop(rows)
-        self._end(ids)
         table = self._bytes(rows, nodes, budget)
         floor = costs.total(table) / self.peak * 1e3
-        return {
+        measured = {
             "rows": rows, "budget": budget, "nodes": nodes, "graph_ms": round(whole, 3), "floor_ms": round(floor, 3),
-            "ratio": round(whole / floor, 3), "bytes": costs.total(table), "gap_ms": round(gap, 4), "step_ms": round(wall, 3),
-            "tokens_per_row": round(tokens, 3), "tok_s": round(rows * tokens / wall * 1e3, 1),
+            "ratio": round(whole / floor, 3), "bytes": costs.total(table),
             "stage_ms": {name: round(ms, 3) for name, ms in stages.items()}, "parts": dict(table),
         }  # fmt: skip
+        return measured | self._loop(rows, budget, STEPS)
+
+    def automatic(self, rows: int) -> dict[str, Any]:
+        """One number of rows with trees of automatic size: the loop alone, whose steps differ."""
+        return {"rows": rows, "budget": "auto"} | self._loop(rows, "auto", AUTO_STEPS)
 
     def _stages(self, step: CudaStep) -> list[Launch]:
         """A graph for each stage: what is timed apart cannot be one graph."""
@@ -133,20 +136,30 @@ class DeviceBench:
                     times.append(a.elapsed_time(b))
         return [statistics.median(times) for times in found]
 
-    def _loop(self, rows: int) -> tuple[float, float, float]:
-        """Return medians over the running loop: milliseconds between graphs and of whole steps, and tokens of a row's step."""
+    def _loop(self, rows: int, budget: int | str, count: int) -> dict[str, Any]:
+        """Medians over the running loop: milliseconds between graphs and of whole steps; means: tokens and nodes of a row's step,
+        tokens per second."""
+        ids = self._start(rows, budget)
         engine, totals = self.llm.engine, self.llm.engine.totals
-        engine.step()
         self.stepper.marks = []
         decoded, steps = totals.decoded, totals.row_steps
-        for _ in range(STEPS):
+        nodes = _weighted(totals.trees)
+        for _ in range(count):
             engine.step()
         torch.cuda.synchronize()
         marks, self.stepper.marks = self.stepper.marks, None
         pairs = list(zip(marks, marks[1:], strict=False))
         gaps = [a[1].elapsed_time(b[0]) for a, b in pairs]
         walls = [a[0].elapsed_time(b[0]) for a, b in pairs]
-        return statistics.median(gaps), statistics.median(walls), (totals.decoded - decoded) / (totals.row_steps - steps)
+        row_steps = max(1, totals.row_steps - steps)
+        tokens = (totals.decoded - decoded) / row_steps
+        drafted = (_weighted(totals.trees) - nodes) / row_steps
+        self._end(ids)
+        return {
+            "gap_ms": round(statistics.median(gaps), 4), "step_ms": round(statistics.median(walls), 3),
+            "tokens_per_row": round(tokens, 3), "drafted_per_row": round(drafted, 2),
+            "tok_s": round(rows * tokens / statistics.mean(walls) * 1e3, 1),
+        }  # fmt: skip
 
     def _bytes(self, rows: int, nodes: int, budget: int) -> costs.Table:
         """Bytes of a step by part, all nodes as they were counted."""
@@ -185,11 +198,14 @@ class DeviceBench:
 
 def show(lines: Sequence[dict[str, Any]]) -> str:
     """The lines as a table for people."""
-    head = ["rows", "budget", "nodes", "graph ms", "floor ms", "ratio", "gap ms", "tok/s", "tok/row", *STAGES]
-    cells = [
-        [c["rows"], c["budget"], c["nodes"], c["graph_ms"], c["floor_ms"], c["ratio"], c["gap_ms"], c["tok_s"], c["tokens_per_row"],
-         *c["stage_ms"].values()]
-        for c in lines if "graph_ms" in c
-    ]  # fmt: skip
-    facts = [" ".join(f"{k} {v}" for k, v in line.items()) for line in lines if "graph_ms" not in line]
+    fixed = ["rows", "budget", "nodes", "graph_ms", "floor_ms", "ratio", "gap_ms", "step_ms", "tok_s", "tokens_per_row"]
+    head = [*(name.replace("_", " ") for name in fixed), *STAGES]
+    cases = [line for line in lines if "rows" in line]
+    cells = [[*(c.get(name) for name in fixed), *(c.get("stage_ms", {}).get(name) for name in STAGES)] for c in cases]
+    facts = [" ".join(f"{k} {v}" for k, v in line.items()) for line in lines if "rows" not in line]
     return "\n".join(facts) + "\n\n" + report.table(head, cells)
+
+
+def _weighted(counts: Sequence[int]) -> int:
+    """Sum of places, each as often as its count says."""
+    return sum(place * count for place, count in enumerate(counts))

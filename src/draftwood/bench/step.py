@@ -32,6 +32,8 @@ ENGINE = (
 )  # fmt: skip
 CONTEXT = 512
 """Tokens of each row when a GPU's steps are timed, unless --context says otherwise."""
+ROOM = 1536
+"""Tokens of each row beyond them: steps of up to a block that are run before and while it is timed."""
 Budget = int | str
 
 
@@ -90,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
     largest = MAX_BUDGET if "auto" in budgets else max(b for b in budgets if isinstance(b, int))
     options = dataclasses.replace(options_from(args), tree_budget=largest, max_num_seqs=max(rows))
     if options.device == "cuda":
-        options = dataclasses.replace(options, max_model_len=_context(args) + 1024)
+        sizes = "auto" if "auto" in budgets else largest
+        options = dataclasses.replace(options, max_model_len=_context(args) + ROOM, tree_budget=sizes)
     elif len(rows) > 1 or args.context is not None:
         flag = f"--context {args.context}" if args.context is not None else f"--rows {args.rows}"
         raise ConfigError(f"{flag}: only steps of a GPU are timed like that; add --device cuda, or leave it at one number of rows")
@@ -125,8 +128,7 @@ def _measure_device(llm: LLM, rows: Sequence[int], budgets: Sequence[Budget], ar
     """Time a GPU's steps."""
     from draftwood.bench import device
 
-    numbers = [budget for budget in budgets if isinstance(budget, int)]
-    lines = device.measure(llm, rows, numbers, _context(args), args.seed)
+    lines = device.measure(llm, rows, budgets, _context(args), args.seed)
     with report.closed_pipe_is_fine():
         report.show(device.show(lines))
         if args.json:

@@ -1,0 +1,56 @@
+"""The measurement of a GPU's steps, run on the CPU by the kernels' references with a clock in place of CUDA's events."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from draftwood.bench import device
+from draftwood.engine.cuda.record import Immediate
+from draftwood.kernels.sizes import op as sizes_op
+from draftwood.kernels.sizes import ref as sizes_ref
+from draftwood.model import costs
+from tests import cuda_refs
+from tests.engine.cuda_nano import engine, made_plan
+
+
+class Event:
+    """A point of the host's time."""
+
+    def __init__(self, **given: object) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.at - self.at) * 1e3
+
+
+@pytest.mark.slow
+def test_every_case_has_its_times_bytes_and_tokens(monkeypatch):
+    cuda_refs.replace(monkeypatch)
+    for name in ("fit", "learn"):
+        monkeypatch.setattr(sizes_op, name, getattr(sizes_ref, name))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *given: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *given: "no GPU")
+    for name, value in (("read_peak", lambda d: 1e10), ("Graphs", lambda d: Immediate()), ("REPLAYS", 1), ("STEPS", 3)):
+        monkeypatch.setattr(device, name, value)
+    monkeypatch.setattr(device, "AUTO_STEPS", 4)
+    some = engine(tree_budget="auto", max_num_seqs=2, synthetic_accept=2.5, max_num_batched_tokens=64)
+    some.stepper.auto.measure(lambda rows, nodes: (1 + 0.01 * rows * nodes, rows * nodes))
+    checkpoint = made_plan()[1]
+    llm = SimpleNamespace(engine=some, plan=some.plan, checkpoint=checkpoint)
+    lines = device.measure(llm, [2], [0, 8, "auto"], 100, 1)
+    plain, drafted, automatic = lines[2:]
+    assert (plain["nodes"], drafted["nodes"]) == (2, 18) and plain["tokens_per_row"] == 1 and drafted["tokens_per_row"] > 1
+    want = costs.step_bytes(checkpoint.config, 2, 9, 100, 1, 2, checkpoint.drafter, some.plan.block, some.plan.window)
+    assert drafted["parts"] == dict(want) and drafted["floor_ms"] == round(costs.total(want) / 1e7, 3)
+    assert set(drafted["stage_ms"]) == {"draft", "tree", "verify", "accept", "commit"} and automatic["tok_s"] > 0
+    assert lines[1]["prompt_tokens"] == 192 and lines[0]["synthetic_accept"] == 2.5
+    assert device.show(lines).count("\n") == 6
+    assert some.idle and some.scheduler.available == some.plan.num_pages
