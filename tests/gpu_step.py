@@ -26,7 +26,7 @@ CHECK = ("-m", "draftwood", "check", "nano", "--device", "cuda", "--bitwise", "-
 
 PARTS: dict[str, tuple[float, tuple[str, ...]]] = {
     "compile": (300, ("-c", COMPILE)),
-    "rows": (100, (*PYTEST, "src/draftwood/kernels/rows")),
+    "rows": (100, (*PYTEST, "src/draftwood/kernels/rows", "src/draftwood/kernels/sizes")),
     "model": (300, (*PYTEST, "tests/model")),
     "first": (150, ("-m", "draftwood", "generate", "nano", "--device", "cuda", "-p", "def fibonacci(n):", "--max-tokens", "64")),
     "engine": (420, (*PYTEST, "tests/engine/test_cuda_device.py")),
@@ -39,6 +39,8 @@ PARTS: dict[str, tuple[float, tuple[str, ...]]] = {
     "k26-128x32": (240, (*BENCH, "--rows", "128", "--budgets", "32", "--synthetic-accept", "4.2")),
     "nano-one": (200, (*NANO, "--budgets", "0,8,16,32")),
     "nano-batch": (200, (*NANO, "--rows", "8", "--budgets", "0,8")),
+    "nano-auto": (200, (*NANO, "--budgets", "0,8,auto")),
+    "k26-auto": (280, (*BENCH, "--rows", "1,8,64", "--budgets", "0,8,16,auto", "--synthetic-accept", "4.2")),
     "check": (600, (*CHECK, "--prompts", "16", "--max-tokens", "128", "--batch", "1,4,16")),
 }
 """Seconds it may take, and arguments of Python."""
