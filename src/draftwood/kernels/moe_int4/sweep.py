@@ -9,7 +9,6 @@ process without it.
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import json
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from draftwood.errors import ConfigError
+from draftwood.errors import ConfigError, KernelBuildError
 from draftwood.kernels import jit
 from draftwood.kernels.case import read_peak, time_graph
 from draftwood.kernels.moe_int4 import bench, op
@@ -92,6 +91,12 @@ CASES: list[tuple[op.Shape, int, int, list[str]]] = [
     (bench.K26, 384, 17, ["st thin", "st.x2 t1", "t4 t4"]),
 ]
 """(shape, experts, rows, pairs of forms for gate_up and down); the most wanted first."""
+GOALS = 11
+"""How many of them come before the times under load."""
+
+BUSY = [(9, ["st thin"]), (33, ["st thin", "t4 t4"]), (65, ["st thin", "t4 t4"]), (1, ["st few"])]
+"""(rows, pairs of forms) timed under load, with all 384 experts."""
+LOAD = 0.4
 
 
 def register() -> None:
@@ -157,10 +162,10 @@ class Sweep:
                 continue
             try:
                 setup = bench.prepare(shape, experts, rows, plan, device)
-            except (ValueError, ConfigError) as error:
-                self.say(key=key, refused=str(error))
+                setup.launch()
+            except (ValueError, ConfigError, KernelBuildError) as error:
+                self.say(key=key, refused=str(error)[:300])
                 continue
-            setup.launch()
             torch.cuda.synchronize(device)
             out = setup.calls[-1].out
             line: dict[str, Any] = {"same": torch.equal(out, firsts.setdefault(mark, out.clone()))}
@@ -180,12 +185,52 @@ class Sweep:
             self.say(key=key, **line)
 
 
+    def loaded(self, shape: op.Shape, experts: int, rows: int, pairs: list[str], device: torch.device) -> None:
+        """One size while the device has been busy with it for LOAD seconds: its clock is then lower."""
+        for _, plan in plans(pairs):
+            key = f"loaded {experts} x {shape.width}, {rows} rows: {plan.gate_up} {plan.down}"
+            if self.start(plan, key):
+                setup = bench.prepare(shape, experts, rows, plan, device)
+                us = busy_time(setup.launch) / len(setup.calls)
+                self.say(key=key, us=round(us, 2))
+
+
+def busy_time(run: Callable[[], None]) -> float:
+    """Microseconds of a replay after LOAD seconds of replays."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    began, count = time.time(), 10
+    while time.time() - began < LOAD:
+        for _ in range(8):
+            graph.replay()
+        torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / count
+
+
 def build(arch: str) -> int:
     """Compile everything that the sweep loads; return how many."""
     everything = sources(arch)
     jit.build(everything[0], arch)  # imports the compiler, which threads must not do at once
+
+    def one(source: jit.Source) -> bool:
+        try:
+            jit.build(source, arch)
+        except KernelBuildError as error:
+            print(str(error)[:300], flush=True)
+            return False
+        return True
+
     with ThreadPoolExecutor(16) as pool:
-        return len(list(pool.map(functools.partial(jit.build, arch=arch), everything)))
+        return sum(pool.map(one, everything))
 
 
 def child(folder: Path, seconds: float) -> None:
@@ -199,7 +244,11 @@ def child(folder: Path, seconds: float) -> None:
     gc.freeze()  # every capture collects: what is there now stays
     name, compiled = torch.cuda.get_device_name(device), round(time.time() - began, 1)
     sweep.say(device=name, compiled=built, compiled_s=compiled, read_peak_gb_s=peak / 1e9)
-    for shape, experts, rows, pairs in CASES:
+    for shape, experts, rows, pairs in CASES[:GOALS]:
+        sweep.times(shape, experts, rows, pairs, device, peak)
+    for rows, pairs in BUSY:
+        sweep.loaded(bench.K26, 384, rows, pairs, device)
+    for shape, experts, rows, pairs in CASES[GOALS:]:
         sweep.times(shape, experts, rows, pairs, device, peak)
     sweep.say(finished=time.time() < sweep.end, left_s=round(sweep.end - time.time(), 1))
 
