@@ -105,12 +105,12 @@ def test_nothing_waits_for_the_device_between_launch_and_read():
     launched = 0
     launch = some.stepper.launch
 
-    def watched(*given):
+    def watched(*given, **named):
         nonlocal launched
         torch.cuda.set_sync_debug_mode("error")
         try:
             launched += 1
-            return launch(*given)
+            return launch(*given, **named)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
