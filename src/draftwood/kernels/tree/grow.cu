@@ -5,14 +5,22 @@
 // and every float32 operation stands in its order, so equal candidates give equal trees. An offer that the cap refuses waits; when
 // the cap rises it comes back behind everything offered before and ahead of everything after, in the order of refusal.
 //
-// TABLE 1: from depth 2 on a node's children are ranked with the previous-token table: the whole block looks the table's row up,
-// warp 0 sums and ranks. Nodes of one depth that hold one token share their list.
+// TABLE 1: from depth 2 on a node's children are ranked with the previous-token table. Before growth the block's warps rank the
+// children of each depth's first candidates (LIKELY), which is most of the parents there will be; warp 0 ranks those of any other
+// parent when it meets them. Which it was changes no bit. Nodes of one depth that hold one token share their list.
 #include "numbers.cuh"
 
 #ifndef TABLE
 #define TABLE 0
 #endif
-constexpr int TOP = 64, NODES = 65, DEPTHS = 15, GROW_THREADS = 128, LIKELY = 16;
+#ifndef ROOM
+#define ROOM 98304     // bytes of a block
+#endif
+#ifndef LIKELY
+#define LIKELY 16        // candidates of each depth whose children are ranked beforehand; with DEPTHS - 1 depths at most MOST_LIKELY lists
+#endif
+constexpr int TOP = 64, NODES = 65, DEPTHS = 15, GROW_THREADS = TABLE ? 512 : 128, MOST_LIKELY = 6 * LIKELY;
+constexpr int LISTS = NODES + MOST_LIKELY;
 constexpr u32 FRESH = 1u << 15, EPOCH = 1u << 16;      // serial = epoch, then refused ones in order, then fresh ones in order
 
 
@@ -24,23 +32,25 @@ struct Row {
   int token[NODES], parent[NODES], depth[NODES];
   int offer_token[96];
   u32 serial[96];                                      // of an offer; of a refused one: its place among the refused
-  int rank[NODES], place[NODES], list[NODES];
+  int rank[NODES], list[NODES];
   bool spine[NODES], refused[96];
   int ids[DEPTHS][TOP];                                // depth 1: best first; below: the same, or by id with a table
   float score[DEPTHS][TOP];                            // the candidate's s, or with a table below depth 1 its z
 #if TABLE
   int low[DEPTHS][TOP], length[DEPTHS][TOP];           // the table's row of each candidate
   float base[DEPTHS][TOP];
-  float pmi[TOP];
-  u64 order[TOP];
-  float child_score[NODES][TOP];
-  unsigned char child[NODES][TOP];                     // place in ids[depth]
+  short list_of[DEPTHS][TOP];                          // a candidate's list of children, -1: not ranked yet
+  float child_score[LISTS][TOP];
+  unsigned char child[LISTS][TOP];                     // place in ids[depth]
 #endif
-  int fresh, node;                                     // node: whose children are wanted; 0: the tree is done
-  bool look_up;
+  int nodes;
+};
+struct Desk {                                          // where a warp ranks one list
+  u64 order[TOP];
+  float pmi[TOP];
 };
 
-static_assert(sizeof(Row) <= 49152, "what a block may take without asking");
+static_assert(sizeof(Row) + (TABLE ? GROW_THREADS / 32 : 0) * sizeof(Desk) <= ROOM, "what the launcher asks for");
 
 __device__ __forceinline__ u64 order_of(double v) {    // orders as the double does; -0 + 0 = +0
 #ifdef EMULATION
@@ -49,11 +59,6 @@ __device__ __forceinline__ u64 order_of(double v) {    // orders as the double d
   const u64 b = (u64)__double_as_longlong(__dadd_rn(v, 0.0));
 #endif
   return b >> 63 ? ~b : b | 1ull << 63;
-}
-__device__ __forceinline__ void fetch_ahead(const void* p) {
-#ifndef EMULATION
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-#endif
 }
 __device__ __forceinline__ double add_double(double a, double b) {
 #ifdef EMULATION
@@ -125,58 +130,59 @@ __device__ __forceinline__ int best_offer(const Row& row) {
 }
 
 #if TABLE
-// Score and rank the children of `node` from row.pmi: warp 0. candidates: how many of a depth's tokens take part.
-__device__ __forceinline__ void rank_children(Row& row, int node, float weight) {
-  const int lane = threadIdx.x & 31, depth = row.depth[node];
+// Rank the children of the candidate at `place` of depth index `from` into `list`: one warp. weight: of the PMI.
+__device__ __forceinline__ void rank_children(Row& row, Desk& desk, int from, int place, int list, float weight, const int* cols,
+                                              const float* vals) {
+  const int lane = threadIdx.x & 31, low = row.low[from][place], length = row.length[from][place], depth = from + 1;
+  const int* ids = row.ids[depth];                     // ascending
+  desk.pmi[lane] = desk.pmi[lane + 32] = row.base[from][place];
+  __syncwarp();
+  if (length <= 2048) {                                // read the table's row; few of its tokens are candidates
+#pragma unroll 4
+    for (int k = lane; k < length; k += 32) {
+      const int token = cols[low + k];
+      const float value = vals[low + k];
+      int at = 0;
+#pragma unroll
+      for (int step = TOP / 2; step > 0; step >>= 1) if ((u32)ids[at + step] <= (u32)token) at += step;
+      if (ids[at] == token) desk.pmi[at] = value;
+    }
+  } else {                                             // search it
+#pragma unroll
+    for (int c = lane; c < TOP; c += 32) {
+      const int token = ids[c];
+      int at = 0, end = length;
+      while (at < end) { const int middle = (at + end) >> 1; if (cols[low + middle] < token) at = middle + 1; else end = middle; }
+      if (token >= 0 && at < length && cols[low + at] == token) desk.pmi[c] = vals[low + at];
+    }
+  }
+  __syncwarp();
   float score[2];
   u64 key[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int c = lane + 32 * i;
-    score[i] = add_rn(mul_rn(row.pmi[c], weight), row.score[depth][c]);
+    score[i] = add_rn(mul_rn(desk.pmi[c], weight), row.score[depth][c]);
     key[i] = rank_key(score[i], c);                    // places stand in the order of ids
-    row.order[c] = key[i];
+    desk.order[c] = key[i];
   }
-  const float peak = warp_max(fmaxf(score[0], score[1])), from = peak > minus_infinity() ? peak : 0.f;
-  float sum = add_rn(exp_of(sub_rn(score[0], from)), exp_of(sub_rn(score[1], from)));
+  const float peak = warp_max(fmaxf(score[0], score[1])), start = peak > minus_infinity() ? peak : 0.f;
+  float sum = add_rn(exp_of(sub_rn(score[0], start)), exp_of(sub_rn(score[1], start)));
 #pragma unroll
   for (int d = 16; d > 0; d >>= 1) sum = add_rn(sum, __shfl_xor_sync(ALL_LANES, sum, d));
-  const float norm = sub_rn(from, minus_log(sum > 0.f ? sum : 1.f));
-  row.child_score[node][lane] = row.child_score[node][lane + 32] = minus_infinity();
+  const float norm = sub_rn(start, minus_log(sum > 0.f ? sum : 1.f));
+  row.child_score[list][lane] = row.child_score[list][lane + 32] = minus_infinity();
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     if (!key[i]) continue;
     int rank = 0;
 #pragma unroll 16
-    for (int o = 0; o < TOP; o++) rank += row.order[o] > key[i];
-    row.child_score[node][rank] = sub_rn(score[i], norm);
-    row.child[node][rank] = (unsigned char)(lane + 32 * i);
+    for (int o = 0; o < TOP; o++) rank += desk.order[o] > key[i];
+    row.child_score[list][rank] = sub_rn(score[i], norm);
+    row.child[list][rank] = (unsigned char)(lane + 32 * i);
   }
   __syncwarp();
-}
-
-// PMI of the candidates at the node's depth + 1 after the node's token: all threads; a barrier follows.
-__device__ __forceinline__ void look_up(Row& row, int node, const int* cols, const float* vals) {
-  const int depth = row.depth[node], from = row.depth[node] - 1, place = row.place[node];
-  const int low = row.low[from][place], length = row.length[from][place];
-  const int* ids = row.ids[depth];
-  if (length <= 2048) {                                // read the row; few of its tokens are candidates
-#pragma unroll 4
-    for (int k = threadIdx.x; k < length; k += GROW_THREADS) {
-      const int token = cols[low + k];
-      const float value = vals[low + k];
-      int at = 0;
-#pragma unroll
-      for (int step = TOP / 2; step > 0; step >>= 1) if ((u32)ids[at + step] <= (u32)token) at += step;
-      if (ids[at] == token) row.pmi[at] = value;
-    }
-  } else if (threadIdx.x < TOP) {                      // search it
-    const int token = ids[threadIdx.x];
-    int at = 0, end = length;
-    while (at < end) { const int middle = (at + end) >> 1; if (cols[low + middle] < token) at = middle + 1; else end = middle; }
-    if (token >= 0 && at < length && cols[low + at] == token) row.pmi[threadIdx.x] = vals[low + at];
-  }
 }
 #endif
 
@@ -199,11 +205,11 @@ grow(const int* ids, const float* z, const int* places, const float* norm, const
   for (int i = tid; i < 96; i += GROW_THREADS) { row.key[i] = ~0ull; row.refused[i] = false; }
   if (tid == 0) {
     row.total[0] = 0.0; row.token[0] = (int)roots[r]; row.parent[0] = -1; row.depth[0] = 0; row.rank[0] = 0;
-    row.place[0] = row.list[0] = 0; row.spine[0] = true; row.mask[0][0] = 1; row.mask[0][1] = 0;
-    row.fresh = 0; row.node = 0; row.look_up = false;
+    row.list[0] = 0; row.spine[0] = true; row.mask[0][0] = 1; row.mask[0][1] = 0;
+    row.nodes = 1;
   }
-  int n = 1;
   if (budget > 0) {
+    const int width = TABLE ? candidates : TOP;        // tokens of a depth that take part
     for (int i = tid; i < D * TOP; i += GROW_THREADS) {
       const int d = i / TOP, c = i % TOP;
       const long long at = ((long long)r * D + d) * TOP;
@@ -230,25 +236,29 @@ grow(const int* ids, const float* z, const int* places, const float* norm, const
       row.low[d][place] = low;
       row.length[d][place] = length;
       row.base[d][place] = there ? base[id] : 0.f;
-      if (c < LIKELY)                                  // likely parents: their entries travel before they are asked for
-        for (int k = 0; k < min(length, 512); k += 32) { fetch_ahead(cols + low + k); fetch_ahead(vals + low + k); }
+      row.list_of[d][place] = -1;
     }
     const float heat = temperature[r];
     const float weight = (float)(alpha / (double)(heat > 1e-5f ? heat : 1.f));
+    Desk& desk = reinterpret_cast<Desk*>(memory + sizeof(Row))[warp];
+    __syncthreads();
+    const int likely = D > 1 ? min(min(LIKELY, width), MOST_LIKELY / (D - 1)) : 0;
+    int lists = likely * (D - 1);
+    for (int t = warp; t < lists; t += GROW_THREADS / 32) {
+      const int d = t / likely, c = t % likely, place = d ? places[((long long)r * D + d) * TOP + c] : c;
+      rank_children(row, desk, d, place, t, weight, cols, vals);
+      if (lane == 0) row.list_of[d][place] = (short)t;
+    }
     __syncthreads();
 #endif
     const Growth how = {correction, correction_depths, correction_ranks, spine};
-    const int width = TABLE ? candidates : TOP;
-    int step = 0, until = caps[0], cap = caps[1];
-    u32 epoch = 0, refusals = 0, fresh = 0;            // alike in all lanes of warp 0
     if (warp == 0) {
-      if (lane == 0) offer(row, how, 0, cap, FRESH + fresh, refusals, width);
-      fresh++;
+      int n = 1, step = 0, until = caps[0], cap = caps[1];
+      u32 epoch = 0, refusals = 0, fresh = 1;          // alike in all lanes
+      if (lane == 0) offer(row, how, 0, cap, FRESH, refusals, width);
       refusals = __shfl_sync(ALL_LANES, refusals, 0);
       __syncwarp();
-    }
-    while (true) {
-      if (warp == 0) {
+      while (n <= budget) {
         int e = best_offer(row);
         while ((e < 0 || n > until) && step + 1 < steps) {
           step++;
@@ -266,70 +276,45 @@ grow(const int* ids, const float* z, const int* places, const float* norm, const
           __syncwarp();
           e = best_offer(row);
         }
-        const int rank = e < 0 ? 0 : row.rank[e];
-        bool more = false;
-        if (e >= 0) {
-          const int depth = row.depth[e] + 1, token = row.offer_token[e];
-          more = n < budget;
-          const bool parental = more && depth < D;     // it may have children
-          int list = n;
+        if (e < 0) break;
+        const int rank = row.rank[e], from = row.depth[e], depth = from + 1;
+        int list = 0;
 #if TABLE
-          u32 same = ~0u;
-          for (int o = lane; o < n; o += 32) if (row.depth[o] == depth && row.token[o] == token) same = min(same, (u32)o);
-          same = warp_min_u32(same);
-          if (same != ~0u) list = row.list[same];
-#endif
-          if (lane == 0) {
-            row.total[n] = row.offer_total[e];
-            row.token[n] = token; row.parent[n] = e; row.depth[n] = depth; row.rank[n] = 0; row.list[n] = list;
-            row.spine[n] = row.spine[e] && rank == 0;
-            row.mask[n][0] = row.mask[e][0] | (n < 64 ? 1ull << n : 0);
-            row.mask[n][1] = row.mask[e][1] | (n < 64 ? 0 : 1);
-#if TABLE
-            row.place[n] = depth == 1 ? rank : row.child[row.list[e]][rank];
-#endif
-            row.rank[e] = rank + 1;
-            row.node = more ? n : 0;
-            row.look_up = parental && list == n;
+        const int place = depth == 1 ? rank : row.child[row.list[e]][rank];
+        if (n < budget && depth < D) {                 // it may have children
+          list = row.list_of[from][place];
+          if (list < 0) {
+            list = lists++;
+            rank_children(row, desk, from, place, list, weight, cols, vals);
           }
-          n++;
-          __syncwarp();
-        } else if (lane == 0) {
-          row.node = 0;
-        }
-#if TABLE
-        if (more && row.look_up) {
-          const float all = row.base[row.depth[n - 1] - 1][row.place[n - 1]];
-          row.pmi[lane] = row.pmi[lane + 32] = all;
         }
 #endif
-      }
-      if (TABLE) __syncthreads();
-      else if (warp == 0) __syncwarp();
-      else break;
-      const int node = row.node;
-      if (node == 0) break;
-#if TABLE
-      if (row.look_up) look_up(row, node, cols, vals);
-      __syncthreads();
-#endif
-      if (warp == 0) {
-#if TABLE
-        if (row.look_up) rank_children(row, node, weight);
-#endif
+        __syncwarp();
         if (lane == 0) {
-          offer(row, how, row.parent[node], cap, epoch + FRESH + fresh, refusals, width);
-          if (row.depth[node] < D) offer(row, how, node, cap, epoch + FRESH + fresh + 1, refusals, width);
+          row.total[n] = row.offer_total[e];
+          row.token[n] = row.offer_token[e]; row.parent[n] = e; row.depth[n] = depth; row.rank[n] = 0; row.list[n] = list;
+          row.spine[n] = row.spine[e] && rank == 0;
+          row.mask[n][0] = row.mask[e][0] | (n < 64 ? 1ull << n : 0);
+          row.mask[n][1] = row.mask[e][1] | (n < 64 ? 0 : 1);
+          row.rank[e] = rank + 1;
+#if TABLE
+          if (list) row.list_of[from][place] = (short)list;
+#endif
+          if (n < budget) {
+            offer(row, how, e, cap, epoch + FRESH + fresh, refusals, width);
+            if (depth < D) offer(row, how, n, cap, epoch + FRESH + fresh + 1, refusals, width);
+          }
         }
+        n++;
         fresh += 2;
         refusals = __shfl_sync(ALL_LANES, refusals, 0);
         __syncwarp();
       }
+      if (lane == 0) row.nodes = n;
     }
   }
-  if (tid == 0) row.fresh = n;
   __syncthreads();
-  n = row.fresh;
+  const int n = row.nodes;
   const long long length = lengths[r];
   for (int i = tid; i < NODES; i += GROW_THREADS) {
     const long long at = (long long)r * NODES + i;

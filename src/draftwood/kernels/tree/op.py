@@ -19,10 +19,11 @@ _FOLDER = Path(__file__).parent
 _NULL = np.uint64(0)
 MOST_ROWS, MOST_DEPTH, MOST_VOCAB = 65535, 15, 32 * SEGMENT
 _THREADS = {"pick": 256, "merge": 256, "grow": 128, "flatten": 128}
+_GROW_TABLE_THREADS = 512
 _PICK_SPILL = 48
 """Bytes: two blocks on a multiprocessor leave 128 registers, and a handful of values outside the loops does not fit."""
-_GROW_SHARED = 49_152
-"""Bytes a row's growth takes at most; grow.cu asserts it."""
+_GROW_SHARED = (24_576, 94_208)
+"""Bytes of a row's growth without and with a previous-token table; grow.cu asserts them."""
 
 
 @dataclass(frozen=True)
@@ -102,27 +103,31 @@ def _source(entry: str, flag: int) -> jit.Source:
     if entry == "flatten":
         return jit.Source(_FOLDER / "flatten.cu", entry)
     if entry == "grow":
-        return jit.Source(_FOLDER / "grow.cu", entry, {"TABLE": flag})
+        return jit.Source(_FOLDER / "grow.cu", entry, {"TABLE": flag, "ROOM": _GROW_SHARED[flag]})
     macros = {entry.upper(): 1, "WIDE": flag} if entry == "pick" else {entry.upper(): 1}
     return jit.Source(_FOLDER / "candidates.cu", entry, macros)
 
 
-def _shared(entry: str) -> int:
-    return _GROW_SHARED if entry == "grow" else 0
+def _shared(entry: str, flag: int) -> int:
+    return _GROW_SHARED[flag] if entry == "grow" else 0
+
+
+def _threads(entry: str, flag: int) -> int:
+    return _GROW_TABLE_THREADS if entry == "grow" and flag else _THREADS[entry]
 
 
 def variants() -> list[Variant]:
     """Everything the launchers choose."""
-    forms = [("pick", 0, 2), ("pick", 1, 2), ("merge", 0, 4), ("grow", 0, 2), ("grow", 1, 2), ("flatten", 0, 8)]
+    forms = [("pick", 0, 2), ("pick", 1, 2), ("merge", 0, 4), ("grow", 0, 8), ("grow", 1, 2), ("flatten", 0, 8)]
     return [
-        Variant(_source(entry, flag), _THREADS[entry], _shared(entry), blocks, _PICK_SPILL if entry == "pick" else 0)
+        Variant(_source(entry, flag), _threads(entry, flag), _shared(entry, flag), blocks, _PICK_SPILL if entry == "pick" else 0)
         for entry, flag, blocks in forms
     ]
 
 
 @functools.cache
 def _kernel(entry: str, flag: int, device: int) -> jit.Kernel:
-    return jit.Kernel(_source(entry, flag), device, _shared(entry))
+    return jit.Kernel(_source(entry, flag), device, _shared(entry, flag))
 
 
 def candidates(
@@ -203,8 +208,9 @@ def grow(
     arg, options, extra = np.int32, given.options, given.correction
     tables = (_NULL,) * 4 if table is None else (table.row_ptr, table.cols, table.vals, table.base)
     shape = (0, 0) if extra is None else extra.shape[1:]
-    _kernel("grow", int(table is not None), roots.device.index or 0)(
-        r, _THREADS["grow"],
+    flag = int(table is not None)
+    _kernel("grow", flag, roots.device.index or 0)(
+        r, _threads("grow", flag),
         (found.ids, found.z, found.places, found.norm, roots, lengths, budgets, temperature, _NULL if rows is None else rows,
          *tables, arg(0 if table is None else len(table.base)), _NULL if extra is None else extra, arg(shape[0]), arg(shape[1]),
          arg(d), arg(options.candidates), arg(options.spine), np.float64(options.alpha), given.caps, arg(len(given.caps)),
