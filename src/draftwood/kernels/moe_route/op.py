@@ -20,8 +20,8 @@ MOST_ROWS = 1024
 """Rows of one call: an expert's rows are a bit mask of this many bits in shared memory."""
 FUSED_ROWS = 16
 """Rows up to which one block chooses and makes the lists; more are chosen by more blocks."""
-ROW_BLOCK = 64
-"""Rows that one block of the score kernel walks."""
+ROW_BLOCKS = ((128, 32), (MOST_ROWS, 128))
+"""(rows of a call, rows that one block of the score kernel walks): more blocks, or each weight read less often."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,9 @@ def route(x: Tensor, router: Router, live: Tensor, out: Lists, tile: int, rows: 
     parts, device = router.weight.shape[0], x.device.index or 0
     get = functools.partial(_kernel, shape=shape, device=device)
     held = (arg(n), arg(out.first), arg(out.held))
-    grid = (shape.experts // 16, shape.segments, -(-n // ROW_BLOCK))
-    get("scores", parts=parts)(grid, 32 * shape.warps, (router.weight, x, live, out.partial, arg(n), arg(ROW_BLOCK)), pdl=pdl)
+    block = next(walked for most, walked in ROW_BLOCKS if n <= most)
+    grid = (shape.experts // 16, shape.segments, -(-n // block))
+    get("scores", parts=parts)(grid, 32 * shape.warps, (router.weight, x, live, out.partial, arg(n), arg(block)), pdl=pdl)
     scale, cut = np.float32(router.scale), arg(tile)
     chosen = (out.partial, router.bias, live, out.experts, out.weights)
     listed = (out.pairs, out.jobs, out.njobs)

@@ -45,17 +45,17 @@ scores(const uint4* __restrict__ W, const bf16* __restrict__ x, const int* __res
       const uint4 v = load16_once(W + ((long long)(p * (EXPERTS / 16) + blockIdx.x) * (HIDDEN / 16) + k / 16 + i) * 32 + lane);
       a[p][i][0] = v.x; a[p][i][1] = v.y; a[p][i][2] = v.z; a[p][i][3] = v.w;
     }
-  pdl_wait();
-  pdl_go();
-  const int n = min(rows, *live), from = blockIdx.z * row_block, to = min(n, from + row_block);
-  if (from >= to) return;
   uint4 next[4];
-  auto fetch = [&](int row) {                  // rows past the last are computed again and not written
-    const bf16* at = x + (long long)min(row + g, n - 1) * HIDDEN + k + q * 8;
+  const int from = blockIdx.z * row_block;
+  auto fetch = [&](int row) {                  // rows from *live on are computed and not written
+    const bf16* at = x + (long long)min(row + g, rows - 1) * HIDDEN + k + q * 8;
 #pragma unroll
     for (int b = 0; b < 4; b++) next[b] = load16(at + b * 32);
   };
-  fetch(from);
+  pdl_wait();
+  pdl_go();
+  fetch(from);                                 // travels with the count
+  const int to = min(min(rows, *live), from + row_block);
   int buffer = 0;
 #pragma unroll 1
   for (int row = from; row < to; row += 8, buffer ^= 1) {
@@ -85,7 +85,8 @@ scores(const uint4* __restrict__ W, const bf16* __restrict__ x, const int* __res
 #endif
 
 #if defined(CHOOSE) || defined(CHOOSE_LISTS)
-// Rows from .. to-1 of the block: score[row][expert] in shared memory, then a warp a row chooses.
+// Rows from .. to-1 of the block: score[row][expert] in shared memory, then a warp a row chooses. bias: in shared memory,
+// filled by this block's threads before the call.
 // Raw weights go out for the experts first .. first+held-1, exactly 0 for those of other ranks.
 __device__ __forceinline__ void choose_rows(float* score, const float* partial, const float* bias, int rows, int from, int to,
                                             int first, int held, float scale, int* experts, float* weights, int* chosen) {
@@ -218,11 +219,12 @@ __device__ __forceinline__ void few_lists(const int* chosen, int n, int first, i
 extern "C" __global__ void __launch_bounds__(128)
 choose(const float* __restrict__ partial, const float* __restrict__ bias, const int* __restrict__ live, int* __restrict__ experts,
        float* __restrict__ weights, int rows, int first, int held, float scale) {
-  __shared__ float score[EXPERTS];
+  __shared__ float score[EXPERTS], biases[EXPERTS];
+  const int row = blockIdx.x, n = min(rows, *live);               // scores has waited for who wrote *live
+  for (int e = threadIdx.x; e < EXPERTS; e += 128) biases[e] = bias[e];
   pdl_wait();
   pdl_go();
-  const int row = blockIdx.x;
-  if (row < min(rows, *live)) choose_rows(score, partial, bias, rows, row, row + 1, first, held, scale, experts, weights, nullptr);
+  if (row < n) choose_rows(score, partial, biases, rows, row, row + 1, first, held, scale, experts, weights, nullptr);
 }
 #endif
 
@@ -232,9 +234,10 @@ extern "C" __global__ void __launch_bounds__(1024)
 lists(const int* __restrict__ experts, const int* __restrict__ live, int* __restrict__ pairs, int4* __restrict__ jobs,
       int* __restrict__ njobs, int rows, int first, int held, int tile) {
   DYNAMIC_SHARED(u32, space);
+  const int n = min(rows, *live);
   pdl_wait();
   pdl_go();
-  const int n = min(rows, *live), words = (rows + 31) / 32 | 1;      // odd: the words of 32 experts lie in 32 banks
+  const int words = (rows + 31) / 32 | 1;      // odd: the words of 32 experts lie in 32 banks
   make_lists(space, space + held * words, experts, n, words, first, held, tile, pairs, jobs, njobs);
 }
 #endif
@@ -245,13 +248,14 @@ extern "C" __global__ void __launch_bounds__(1024)
 choose_lists(const float* __restrict__ partial, const float* __restrict__ bias, const int* __restrict__ live,
              int* __restrict__ experts, float* __restrict__ weights, int* __restrict__ pairs, int4* __restrict__ jobs,
              int* __restrict__ njobs, int rows, int first, int held, float scale, int tile) {
-  __shared__ float score[16 * EXPERTS];
+  __shared__ float score[16 * EXPERTS], biases[EXPERTS];
   __shared__ u32 mask[EXPERTS], at[EXPERTS + 33];
   __shared__ int chosen[16 * TOPK];
+  const int n = min(rows, *live);
+  for (int e = threadIdx.x; e < EXPERTS; e += 1024) biases[e] = bias[e];
   pdl_wait();
   pdl_go();
-  const int n = min(rows, *live);
-  choose_rows(score, partial, bias, rows, 0, n, first, held, scale, experts, weights, chosen);
+  choose_rows(score, partial, biases, rows, 0, n, first, held, scale, experts, weights, chosen);
   __syncthreads();
   if (n * TOPK > 32 || n > tile) make_lists(mask, at, chosen, n, 1, first, held, tile, pairs, jobs, njobs);
   else if (threadIdx.x < 32) few_lists(chosen, n, first, held, pairs, jobs, njobs);
