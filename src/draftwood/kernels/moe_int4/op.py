@@ -116,7 +116,7 @@ HOPPER = {
     "split": Form("split", 1, 7, 3, depth=16, ahead=4, spill=64),
     "stream": Form("stream", 1, 4, 4, depth=8),
     "few": Form("stream", 1, 4, 4, depth=8, rows=FEW, spill=48),
-    "rows": Form("stream", 1, 4, 4, depth=12, rows=FEW_OF_SLICES),
+    "rows": Form("stream", 1, 4, 4, depth=12, rows=FEW_OF_SLICES, spill=48),
     "thin": Form("ring", 1, 8, 2, stages=6, span=4),
     "wide": Form("staged", 4, 4, 3, stages=4, span=2, spill=320),
     "widest": Form("staged", 8, 4, 2, stages=3, span=2, unroll=1, spill=640),
