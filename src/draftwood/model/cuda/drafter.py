@@ -59,8 +59,10 @@ class DraftWork:
 
 
 class CudaDrafter:
-    """A rank's part of the drafter on its GPU. Embedding and head are the target's."""
+    """A rank's part of the drafter on its GPU. Embedding and head are the target's. Its buffers are ordinary tensors, whichever
+    mode of autograd the caller is in."""
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         config: DrafterConfig,
@@ -82,6 +84,7 @@ class CudaDrafter:
         self.turns = torch.view_as_real(table).contiguous()
         self.work: DraftWork | None = None
 
+    @torch.inference_mode(False)
     def reserve(self, buckets: Sequence[DraftBucket]) -> None:
         """Allocate one workspace for all `buckets` (`work.draft_workspace_bytes`); drafts bound before lose theirs. Raises
         ValueError for a block that the drafter was not trained for."""
@@ -124,6 +127,7 @@ class CudaDrafter:
 class Draft:
     """The drafter at one bucket."""
 
+    @torch.inference_mode(False)
     def __init__(self, drafter: CudaDrafter, bucket: DraftBucket, work: DraftWork) -> None:
         c, device, block = drafter.config, drafter.device, bucket.block
         self.drafter, self.bucket, self.work, self.config = drafter, bucket, work, c

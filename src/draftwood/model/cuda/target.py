@@ -29,8 +29,9 @@ from draftwood.parallel.layout import Layout
 
 
 class CudaTarget:
-    """A rank's part of the target on its GPU."""
+    """A rank's part of the target on its GPU. Its buffers are ordinary tensors, whichever mode of autograd the caller is in."""
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         config: ModelConfig,
@@ -53,6 +54,7 @@ class CudaTarget:
         self.turns = torch.view_as_real(table).contiguous()
         self.work: Workspace | None = None
 
+    @torch.inference_mode(False)
     def reserve(self, buckets: Sequence[Bucket]) -> None:
         """Allocate one workspace for all `buckets`; forwards bound before lose theirs. Raises ConfigError for a bucket that
         no kernel takes."""
@@ -80,6 +82,7 @@ class _Nodes(NamedTuple):
 class Forward:
     """The target's forward at one bucket."""
 
+    @torch.inference_mode(False)
     def __init__(self, target: CudaTarget, bucket: Bucket, space: Workspace) -> None:
         c, sizes = target.config, target.sizes
         self.target, self.bucket, self.work, self.config = target, bucket, space, c
