@@ -92,21 +92,27 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
   pdl_wait();
   pdl_go();
   if ((rows && r >= load_int(rows)) || load_int(budgets + r) <= 0) return;
-  const float heat = temperature[r];
-  const bool hot = heat > COLD, noisy = hot && seeds;
-  const u64 seed = noisy ? (u64)seeds[r] : 0;
-  const u32 position = noisy ? (u32)(lengths[r] + 1 + d) : 0;
-  const float scale = beta[d];
-  float v[PER];
+  Eight<WIDE != 0> held[CHUNKS];                       // the logits travel while the row's parameters are looked up
 #pragma unroll
   for (int i = 0; i < CHUNKS; i++) {
     const int at = chunk_token(s, i);
-    float x[8];
-    if (at < V) load_logits<WIDE != 0>(x, logits, r * row_stride + d * depth_stride + at);
-#pragma unroll
-    for (int e = 0; e < 8; e++) v[i * 8 + e] = at < V ? fminf(x[e], 1e30f) : minus_infinity();
+    if (at < V) held[i] = fetch_logits<WIDE != 0>(logits, r * row_stride + d * depth_stride + at);
   }
-  if (hot) {
+  const float heat = temperature[r], scale = beta[d];
+  const u64 given = seeds ? (u64)seeds[r] : 0;
+  const u32 next = seeds ? (u32)(lengths[r] + 1 + d) : 0;
+  const bool hot = heat > COLD, noisy = hot && seeds;
+  const u64 seed = noisy ? given : 0;
+  const u32 position = noisy ? next : 0;
+  float v[PER];
+#pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {
+    float x[8];
+    logits_of<WIDE != 0>(x, held[i]);
+#pragma unroll
+    for (int e = 0; e < 8; e++) v[i * 8 + e] = chunk_token(s, i) < V ? fminf(x[e], 1e30f) : minus_infinity();
+  }
+  if (hot && heat != 1.f) {
 #pragma unroll
     for (int j = 0; j < PER; j++) v[j] = divide_any(v[j], heat);
   }

@@ -13,19 +13,26 @@ template <int PER>
 struct TopWork {
   static constexpr int CAPACITY = TOP * 2 * PER;       // 64 groups hold no more
   static_assert(CAPACITY >= TOP_THREADS, "the list also holds a key per thread");
-  u64 list[CAPACITY];
+  alignas(16) u64 list[CAPACITY];
   u64 top[TOP];                                        // the result: descending, then zeros
-  u32 maxima[TOP_THREADS], group[GROUPS];
-  u64 group_key[GROUPS], bound_key;
+  alignas(16) u32 maxima[TOP_THREADS], group[GROUPS];
+  alignas(16) u64 group_key[GROUPS];
+  u64 bound_key;
   u32 bound, count;
 };
 
 // Rank of g among the groups: higher ones, and equal ones before it.
 template <class T>
 __device__ __forceinline__ int rank_among(const T* groups, T g, int at) {
+  constexpr int EACH = 16 / sizeof(T);                 // of them in one load
   int rank = 0;
 #pragma unroll 8
-  for (int i = 0; i < GROUPS; i++) rank += groups[i] > g || (groups[i] == g && i < at);
+  for (int i = 0; i < GROUPS; i += EACH) {
+    alignas(16) T some[EACH];
+    *reinterpret_cast<uint4*>(some) = *reinterpret_cast<const uint4*>(groups + i);
+#pragma unroll
+    for (int k = 0; k < EACH; k++) rank += some[k] > g || (some[k] == g && i + k < at);
+  }
   return rank;
 }
 
@@ -95,7 +102,12 @@ __device__ __forceinline__ void block_top(TopWork<PER>& work, Key key) {
     const u64 k = work.list[e];
     int rank = 0;
 #pragma unroll 8
-    for (int i = 0; i < n; i++) rank += work.list[i] > k;
+    for (int i = 0; i < n - 1; i += 2) {               // two in one load
+      alignas(16) u64 pair[2];
+      *reinterpret_cast<uint4*>(pair) = *reinterpret_cast<const uint4*>(work.list + i);
+      rank += (pair[0] > k) + (pair[1] > k);
+    }
+    if (n & 1) rank += work.list[n - 1] > k;
     if (rank < TOP) work.top[rank] = k;
   }
   __syncthreads();
