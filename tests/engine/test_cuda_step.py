@@ -21,8 +21,9 @@ from draftwood.model.cuda.keys import Key, Sizes
 from tests import cuda_refs
 from tests.engine.cuda_nano import decode, engine, made_plan
 
-NEAR_TIE = 0.25
-"""Logits between the best two choices that bfloat16 may swap."""
+NEAR_TIE = 0.6
+"""Logits between the best two choices that bfloat16 may swap: nano's, with a standard deviation of 6, then differ by 0.1 (standard
+deviation; 0.7 at most among 8192) from those in float32."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -217,7 +218,6 @@ def test_synthetic_acceptance_returns_what_was_asked_for():
 @pytest.mark.parametrize(
     ("values", "param"),
     [
-        ({"min_tokens": 3}, "min_tokens"),
         ({"logprobs": 2}, "logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
@@ -250,7 +250,7 @@ def test_what_is_allocated_is_what_the_arithmetic_says():
 
     some = engine(tree_budget=16, max_num_seqs=3)
     rows, buffers, sizes = some.stepper.rows, some.stepper.buffers, some.stepper.sizes
-    there = [m._there for m in (rows._inputs, rows._tables, rows._bias, rows._prompt)]
+    there = [m._there for m in (rows._inputs, rows._tables, rows._bias, rows._floors, rows._prompt)]
     found = {"rows": held(rows.state, set()) + sum(x.nbytes for x in there), "step buffers": 0}
     seen: set[int] = set()
     found["step buffers"] = sum(held(x, seen) for x in vars(buffers).values())
@@ -298,7 +298,8 @@ def test_a_step_of_no_request_can_be_timed():
     some = engine(tree_budget="auto", max_num_seqs=2)
     launch = some.stepper.prepare(some.stepper.sizes.key(2, 4, False))
     some.stepper.rows.rehearse(2, 4, 100, some.plan.num_pages)
-    launch()
+    with torch.inference_mode():
+        launch()
     step = some.stepper.step_of(some.stepper.sizes.key(2, 4, False))
     assert int(step.flat.total) == 10 and step.results.lengths.tolist() == [100, 100]
     ((prompt, params),) = [(text(30), ask(max_tokens=5, tree_budget=4))]
@@ -309,3 +310,13 @@ def test_automatic_trees_are_refused_where_nothing_was_measured():
     with pytest.raises(RequestError, match="started with --tree-budget auto") as refused:
         engine(tree_budget=8).add(text(5), SamplingParams(tree_budget="auto"))
     assert refused.value.param == "tree_budget"
+
+
+@pytest.mark.parametrize("budget", [0, 8])
+def test_an_answer_waits_for_min_tokens(budget):
+    """text(70) ends by itself after six tokens."""
+    some = engine(tree_budget=budget)
+    for least, temperature in ((5, 0.0), (12, 0.0), (9, 0.8)):
+        prompt, params = text(70), ask(max_tokens=16, min_tokens=least, stop_token_ids=(11,), temperature=temperature, seed=3)
+        (got,) = decode(some, [(prompt, params)])
+        assert agree(got, prompt, params) > 4 and len(got) >= least

@@ -77,6 +77,7 @@ def build(
         kv=LatentStore(config.num_layers, plan.num_pages, plan.page_size, config.latent_width, _BF16, device),
         comm=comm,
         vocab=config.vocab_size,
+        stop_ids=config.stop_ids,
         positions=config.max_position,
         options=GrowOptions(caps=caps(options), spine=options.tree_spine),
         table=table(bigram, device) if bigram is not None and drafter is not None else None,

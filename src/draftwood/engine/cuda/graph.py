@@ -42,6 +42,8 @@ class CudaParts(Common):
 
     target: CudaTarget
     kv: LatentStore
+    stop_ids: tuple[int, ...] = ()
+    """The model's end tokens, which an answer with min_tokens waits for."""
     drafter: CudaDrafter | None = None
     draft_kv: DraftStore | None = None
     options: Options = Options()
@@ -95,6 +97,7 @@ class Buffers:
         index, at, nodes = (torch.zeros(verified, dtype=torch.int64, device=device) for _ in range(3))
         self.verified = Verified(index, at, nodes, torch.zeros(1, dtype=torch.int32, device=device))
         self.roots = torch.zeros(places, dtype=torch.int64, device=device)
+        self.floor_left = torch.zeros(places, dtype=torch.int32, device=device)
         self.chosen = torch.zeros(places * sizes.path, dtype=torch.int64, device=device)
         self.results = torch.zeros(carved_bytes(Results.fields(places, sizes.path)), dtype=torch.uint8, device=device)
         depth = max(sizes.block - 1, 1)
@@ -119,7 +122,7 @@ class CudaStep:
         self.places, self.drafts = r, key.budget > 0 and parts.drafter is not None
         self.forward = parts.target.bind(bucket)
         self.results = Results.of(buffers.results, r, sizes.path, buffers.chosen)
-        self.lengths, self.roots = self.results.lengths, buffers.roots[:r]
+        self.lengths, self.roots, self.floor_left = self.results.lengths, buffers.roots[:r], buffers.floor_left[:r]
         self.trees = Trees(**_first(buffers.trees, r, counts=self.results.nodes))
         flat = buffers.flat
         self.flat = Flat(**_first(flat, t, starts=flat.starts[:r], total=flat.total, slots=flat.slots[:r]))
@@ -158,7 +161,7 @@ class CudaStep:
 
     def _draft(self) -> None:
         rows, r, f = self.rows, self.places, self.key.rows
-        rows_op.begin(rows.places(r), rows.state, self.lengths, self.roots, self.trees)
+        rows_op.begin(rows.places(r), rows.state, self.lengths, self.roots, self.floor_left, self.trees)
         if self.drafts and self.draft is not None and self.parts.draft_kv is not None:
             window = self.parts.draft_kv
             given = (self.roots[:f], self.lengths[:f], rows.given("ids", f), window.keys, window.values, rows.given("free", 1))
@@ -203,7 +206,7 @@ class CudaStep:
     def _accept(self) -> None:
         rows, r, parts = self.rows, self.places, self.parts
         live = self.verified.live if self.key.prompts else self.flat.total
-        accept_op.choose(self.logits, self.nodes, rows.params(r), self.accept, live=live)
+        accept_op.choose(self.logits, self.nodes, rows.params(r, self.floor_left), self.accept, live=live)
         if parts.synthetic is not None:
             rows_op.synthetic(
                 rows.given("free", 1), rows.given("seeds", r), self.lengths, self.trees, self.accept.where, self.accept.choices,

@@ -6,7 +6,7 @@ stands still while it runs; it is kept here and sent in the order of a step's pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,11 @@ from draftwood.engine.request import MAX_BIASES, SamplingParams
 from draftwood.engine.scheduler import Growth, Start, StepPlan
 from draftwood.kernels.accept.ref import Params
 from draftwood.kernels.rows.ref import Places, State
+from draftwood.model.cuda import keys
 from draftwood.model.cuda.keys import PIECE, Key, Sizes
 
+FLOOR_IDS = keys.FLOOR_IDS
+"""Most end tokens of a row."""
 _OWN_NOISE = 0x5DEECE66D
 """Flips bits of a seed where the drafter is asked for noise of its own."""
 Fields = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
@@ -76,6 +79,10 @@ class _Row:
     numbers: NDArray[np.float32]
     bias: tuple[NDArray[np.int32], NDArray[np.float32]]
     penalised: bool
+    floor: NDArray[np.int32]
+    """Tokens that may not be chosen before there are `min_tokens`."""
+    generated: int
+    """Tokens of the answer that were known when the row began."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,11 @@ class Staged:
 class DeviceRows:
     """State of `rows` persistent rows; `sink` pads page tables. `noise` as Options has it."""
 
-    def __init__(self, sizes: Sizes, rows: int, sink: int, vocab: int, device: torch.device, noise: str) -> None:
+    def __init__(
+        self, sizes: Sizes, rows: int, sink: int, vocab: int, device: torch.device, noise: str, stop_ids: Iterable[int] = ()
+    ) -> None:
+        self._stop_ids, self._ends = frozenset(stop_ids), dict[int, int]()
+        """The model's end tokens; and by row the tokens of prompt and answer from which on they may be chosen."""
         self.sizes, self.vocab, self.device, self._noise = sizes, vocab, device, noise
         self.state = State(
             torch.zeros(rows, dtype=torch.int64, device=device),
@@ -105,6 +116,7 @@ class DeviceRows:
         self._inputs = Mirror(_fields(places, max(sizes.pieces, 1)), device)
         self._tables = Mirror([("table", torch.int32, (places, width))], device)
         self._bias = Mirror([("ids", torch.int32, (rows * MAX_BIASES,)), ("values", torch.float32, (rows * MAX_BIASES,))], device)
+        self._floors = Mirror([("ids", torch.int32, (rows * FLOOR_IDS,))], device)
         self._prompt = Mirror([("tokens", torch.int32, (max(sizes.pieces, 1) * PIECE,))], device)
         self._inputs.host["history_rows"][:] = -1
         self._inputs.send()
@@ -119,7 +131,10 @@ class DeviceRows:
                        params.repetition_penalty)  # fmt: skip
         bias = sorted(params.logit_bias.items())
         ids, values = np.array([i for i, _ in bias], np.int32), np.array([v for _, v in bias], np.float32)
-        self._rows[start.row] = _Row(params, numbers, (ids, values), params.counts_tokens)
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._stop_ids)
+        floor = np.array(sorted(ends) if params.min_tokens else [], np.int32)
+        self._rows[start.row] = _Row(params, numbers, (ids, values), params.counts_tokens, floor, len(start.generated))
+        self._ends.pop(start.row, None)
         self._known[start.row] = start.cached
         self._pages[start.row] = self._sink
         self._pages[start.row, : len(start.pages)] = start.pages
@@ -162,6 +177,10 @@ class DeviceRows:
             for at in range(0, size, PIECE):
                 results[i] = len(order)
                 order.append((i, at, min(PIECE, size - at), at + PIECE >= size and plan.emits[i]))
+        for i in forced:
+            row, known = plan.rows[i], self._known[plan.rows[i]] + len(plan.chunks[i])
+            if plan.emits[i] and len(self._rows[row].floor):
+                self._ends[row] = known - self._rows[row].generated + self._rows[row].params.min_tokens
         self._fill(plan, order, len(free))
         for i in forced:
             self._known[plan.rows[i]] += len(plan.chunks[i])
@@ -173,7 +192,8 @@ class DeviceRows:
         host = self._inputs.host
         host["live"][0] = host["free"][0] = rows
         host["ids"][:rows] = np.arange(rows)
-        host["budgets"][:rows], host["history_rows"][:rows], host["bias_ptr"][:] = budget, -1, 0
+        host["budgets"][:rows], host["history_rows"][:rows], host["floor_ends"][:rows] = budget, -1, 0
+        host["bias_ptr"][:] = host["floor_ptr"][:] = 0
         for name in ("automatic", "forced", "temperature", "top_k", "seeds", "draft_seeds", "chunks"):
             host[name][:rows] = 0
         host["emits"][:rows], host["numbers"][:rows] = 1, (0, 1, 0, 0, 0, 1, 0, 0)
@@ -214,6 +234,8 @@ class DeviceRows:
         pieces = len(host["piece_places"])
         host["piece_places"][:] = np.minimum(free + np.arange(pieces), live - 1)
         host["pieces"][0] = live - free
+        host["floor_ends"][:live] = [self._ends.get(int(row), 0) for row in ids]
+        self._fill_floors([row.floor if emits else row.floor[:0] for row, (*_, emits) in zip(known, order, strict=True)])
         self._fill_bias([row.bias if emits else None for row, (*_, emits) in zip(known, order, strict=True)])
         self._inputs.send()
         self._tables.host["table"][:live] = self._pages[ids]
@@ -236,6 +258,14 @@ class DeviceRows:
         if at:
             self._bias.send()
 
+    def _fill_floors(self, given: Sequence[NDArray[np.int32]]) -> None:
+        ends = np.cumsum([0, *(len(ids) for ids in given)])
+        self._inputs.host["floor_ptr"][: len(ends)] = ends
+        self._inputs.host["floor_ptr"][len(ends) :] = ends[-1]
+        if ends[-1]:
+            self._floors.host["ids"][: ends[-1]] = np.concatenate(given)
+            self._floors.send()
+
     # --------------------------------------------------------------------------------------------- what kernels are given
 
     def given(self, name: str, places: int) -> Tensor:
@@ -250,14 +280,16 @@ class DeviceRows:
     def places(self, places: int) -> Places:
         """What `begin`, `select` and `advance` read."""
         names = ("live", "free", "ids", "bases", "chunks", "offsets", "emits")
-        return Places(**{name: self.given(name, places) for name in names}, prompt=self._prompt.device["tokens"])
+        given = {name: self.given(name, places) for name in (*names, "floor_ends")}
+        return Places(**given, prompt=self._prompt.device["tokens"])
 
-    def params(self, places: int) -> Params:
-        """What `choose` reads."""
+    def params(self, places: int, floor_left: Tensor) -> Params:
+        """What `choose` reads; floor_left int32 [places] as `begin` has left it."""
         return Params(
             self.given("numbers", places), self.given("top_k", places), self.given("seeds", places),
             self.given("bias_ptr", places + 1), self._bias.device["ids"], self._bias.device["values"],
-            self.state.history, self.given("history_rows", places),
+            self.state.history, self.given("history_rows", places), floor_left, self.given("floor_ptr", places + 1),
+            self._floors.device["ids"],
         )  # fmt: skip
 
 
@@ -265,10 +297,10 @@ def _fields(places: int, pieces: int) -> Fields:
     longs, ints = torch.int64, torch.int32
     one = [(name, ints, (1,)) for name in ("live", "free", "pieces")]
     each = [(name, longs, (places,)) for name in ("ids", "bases", "seeds", "draft_seeds")]
-    each += [(name, ints, (places,)) for name in ("chunks", "offsets", "budgets", "top_k", "history_rows")]
+    each += [(name, ints, (places,)) for name in ("chunks", "offsets", "budgets", "top_k", "history_rows", "floor_ends")]
     each += [(name, torch.uint8, (places,)) for name in ("emits", "forced", "automatic")]
     rest: Fields = [
         ("numbers", torch.float32, (places, 8)), ("temperature", torch.float32, (places,)),
-        ("bias_ptr", ints, (places + 1,)), ("piece_places", longs, (pieces,)),
+        ("bias_ptr", ints, (places + 1,)), ("floor_ptr", ints, (places + 1,)), ("piece_places", longs, (pieces,)),
     ]  # fmt: skip
     return [*one, *each, *rest]

@@ -39,7 +39,7 @@ class CudaStepper:
         parts.target.reserve(self.sizes.buckets())
         if parts.drafter is not None and parts.draft_kv is not None:
             parts.drafter.reserve(self.sizes.all_draft_buckets(parts.draft_kv.keys.shape[2]))
-        self.rows = DeviceRows(self.sizes, plan.max_num_seqs, parts.kv.sink, parts.vocab, self.device, parts.noise)
+        self.rows = DeviceRows(self.sizes, plan.max_num_seqs, parts.kv.sink, parts.vocab, self.device, parts.noise, parts.stop_ids)
         self.auto = parts.auto
         self.buffers = Buffers(self.sizes, parts.vocab, self.device)
         self.recorder: Recorder = Graphs(self.device) if graphs else Immediate()
@@ -56,8 +56,6 @@ class CudaStepper:
             raise RequestError("tree_budget auto needs an engine that was started with --tree-budget auto on a GPU", "tree_budget")
         if params.grammar is not None:
             raise RequestError(f"{params.grammar.param} is not supported on --device cuda yet", params.grammar.param)
-        if params.min_tokens:
-            raise RequestError("min_tokens is not supported on --device cuda yet", "min_tokens")
         if params.logprobs:
             message = (
                 f"log-probabilities of the {params.logprobs} likeliest tokens are not supported on --device cuda yet; ask for 0"

@@ -6,11 +6,12 @@ constexpr int BEGIN_THREADS = 64;
 
 // Grid (R). Places 0 .. *free - 1 are rows that decode: length and root are their row's (ids). Places from there to *live - 1 are pieces
 // of prompts: chunks[r] known tokens from prompt + offsets[r], after bases[r] committed ones. Trees padded to N: a decoding row gets its
-// root alone, a piece a chain. Places from *live on are not touched.
+// root alone, a piece a chain. floor_left[r] is how many more tokens, floor_ends[r] in all, must come before an end token may be chosen at
+// the root (or the end of a piece). Places from *live on are not touched.
 extern "C" __global__ void __launch_bounds__(BEGIN_THREADS)
 begin_step(const int* live, const int* free, const long long* ids, const long long* bases, const int* chunks, const int* offsets,
-      const int* prompt, const long long* row_lengths, const long long* row_roots, int N, long long* lengths, long long* roots,
-      long long* tokens, long long* parents, long long* depths, long long* positions, long long* counts, float* logprob,
+      const int* prompt, const int* floor_ends, const long long* row_lengths, const long long* row_roots, int N, long long* lengths,
+      long long* roots, int* floor_left, long long* tokens, long long* parents, long long* depths, long long* positions, long long* counts, float* logprob,
       u64* ancestors) {
   const int r = blockIdx.x, tid = threadIdx.x;
   pdl_wait();
@@ -20,7 +21,7 @@ begin_step(const int* live, const int* free, const long long* ids, const long lo
   const long long id = ids[r], first = (long long)r * N;
   const long long length = forced ? bases[r] : load_long(row_lengths + id), root = forced ? 0 : load_long(row_roots + id);
   const int n = forced ? min(chunks[r], N) : 1;
-  if (tid == 0) { lengths[r] = length; roots[r] = root; counts[r] = n; }
+  if (tid == 0) { lengths[r] = length; roots[r] = root; counts[r] = n; floor_left[r] = floor_ends[r] - (int)(length + n); }
   for (int i = tid; i < n; i += BEGIN_THREADS) {
     const long long to = first + i;
     tokens[to] = forced ? (long long)prompt[offsets[r] + i] : root;

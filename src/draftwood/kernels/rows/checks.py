@@ -19,11 +19,12 @@ def begin_and_select(free: int, pieces: int, room: int, device: str) -> None:
     """Lengths, roots, trees and verified nodes are the reference's; nothing else is written."""
     places, state = scenario.places(free, pieces, room, device), scenario.state(room, device)
     lengths, roots = torch.full((room,), -3, device=device), torch.full((room,), -3, device=device)
-    trees = tree_op.allocate_trees(room, device)
-    want = copy.deepcopy((lengths, roots, trees))
-    op.begin(places, state, lengths, roots, trees)
+    floors, trees = torch.full((room,), -3, dtype=torch.int32, device=device), tree_op.allocate_trees(room, device)
+    want = copy.deepcopy((lengths, roots, floors, trees))
+    op.begin(places, state, lengths, roots, floors, trees)
     ref.begin(places, state, *want)
-    assert torch.equal(lengths, want[0]) and torch.equal(roots, want[1]) and scenario.same(trees, want[2])
+    assert torch.equal(lengths, want[0]) and torch.equal(roots, want[1]) and torch.equal(floors, want[2])
+    assert scenario.same(trees, want[3])
     grown = scenario.trees(room, device, 3)
     counts = torch.where(torch.arange(room, device=device) < free, grown.counts, trees.counts)
     counts[free + pieces :] = 0

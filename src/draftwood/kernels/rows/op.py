@@ -47,24 +47,25 @@ def _fit(least: int, **given: tuple[Tensor, tuple[torch.dtype, int | None]]) -> 
 def _fit_places(places: Places, rows: int) -> None:
     p = places
     _fit(rows, live=(p.live, _COUNT), free=(p.free, _COUNT), ids=(p.ids, _LONGS), bases=(p.bases, _LONGS), chunks=(p.chunks, _INTS),
-         offsets=(p.offsets, _INTS), emits=(p.emits, _BYTES))  # fmt: skip
+         offsets=(p.offsets, _INTS), emits=(p.emits, _BYTES), floor_ends=(p.floor_ends, _INTS))  # fmt: skip
     if p.prompt.dtype != torch.int32:
         raise ValueError(f"tokens of prompts must be int32; they are {p.prompt.dtype}")
 
 
-def begin(places: Places, state: State, lengths: Tensor, roots: Tensor, trees: Trees) -> None:
+def begin(places: Places, state: State, lengths: Tensor, roots: Tensor, floor_left: Tensor, trees: Trees) -> None:
     """Begin a step of up to R = len(lengths) places on torch's current stream; see ref.begin. Raises ValueError."""
     r = len(lengths)
     _fit_places(places, r)
-    _fit(r, lengths=(lengths, _LONGS), roots=(roots, _LONGS), counts=(trees.counts, _LONGS))
+    _fit(r, lengths=(lengths, _LONGS), roots=(roots, _LONGS), counts=(trees.counts, _LONGS), floor_left=(floor_left, _INTS))
     _fit(1, row_lengths=(state.lengths, _LONGS), row_roots=(state.roots, _LONGS))
     p, t = places, trees
     if t.tokens.shape[0] < r or not 1 <= t.tokens.shape[1] <= 128 or not t.tokens.is_contiguous():
         raise ValueError(f"{r} places and trees {tuple(t.tokens.shape)}")
     _kernel("begin_step", lengths.device.index or 0)(
         r, _THREADS["begin_step"],
-        (p.live, p.free, p.ids, p.bases, p.chunks, p.offsets, p.prompt, state.lengths, state.roots, np.int32(t.tokens.shape[1]),
-         lengths, roots, t.tokens, t.parents, t.depths, t.positions, t.counts, t.logprob, t.ancestors),
+        (p.live, p.free, p.ids, p.bases, p.chunks, p.offsets, p.prompt, p.floor_ends, state.lengths, state.roots,
+         np.int32(t.tokens.shape[1]), lengths, roots, floor_left, t.tokens, t.parents, t.depths, t.positions, t.counts, t.logprob,
+         t.ancestors),
         pdl=True,
     )  # fmt: skip
 

@@ -20,7 +20,8 @@ _WORD = (1 << 64) - 1
 @dataclass(frozen=True)
 class Places:
     """What the host says about R places. live, free int32 [1]; ids int64 [R]: row of a place; of pieces: bases int64 [R] committed
-    tokens before, chunks int32 [R] tokens at prompt[offsets[r]] (int32 each), emits uint8 [R] ends its prompt."""
+    tokens before, chunks int32 [R] tokens at prompt[offsets[r]] (int32 each), emits uint8 [R] ends its prompt. floor_ends int32
+    [R]: tokens of prompt and answer from which on end tokens may be chosen."""
 
     live: Tensor
     free: Tensor
@@ -30,6 +31,7 @@ class Places:
     offsets: Tensor
     emits: Tensor
     prompt: Tensor
+    floor_ends: Tensor
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ class Verified:
     live: Tensor
 
 
-def begin(places: Places, state: State, lengths: Tensor, roots: Tensor, trees: Trees) -> None:
-    """Fill lengths, roots [R] and trees: roots alone where a row decodes, chains where a prompt goes on."""
+def begin(places: Places, state: State, lengths: Tensor, roots: Tensor, floor_left: Tensor, trees: Trees) -> None:
+    """Fill lengths, roots [R] and trees: roots alone where a row decodes, chains where a prompt goes on. floor_left int32 [R]: as
+    accept.ref.Params has it."""
     live, free = int(places.live), int(places.free)
     for r in range(min(live, len(lengths))):
         row, forced = int(places.ids[r]), r >= free
@@ -61,6 +64,7 @@ def begin(places: Places, state: State, lengths: Tensor, roots: Tensor, trees: T
         first = int(places.offsets[r])
         chain = torch.arange(n, device=lengths.device)
         lengths[r], roots[r], trees.counts[r] = length, root, n
+        floor_left[r] = places.floor_ends[r] - (length + n)
         trees.tokens[r, :n] = places.prompt[first : first + n].long() if forced else root
         trees.parents[r, :n], trees.depths[r, :n], trees.positions[r, :n] = chain - 1, chain, length + chain
         trees.logprob[r, :n] = 0.0

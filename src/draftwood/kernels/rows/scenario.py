@@ -24,6 +24,7 @@ def places(free: int, pieces: int, room: int, device: torch.device | str, seed: 
         torch.randperm(2 * room, generator=g)[:room], torch.randint(0, 9, (room,), generator=g) * 64, chunks, offsets,
         torch.randint(0, 2, (room,), generator=g, dtype=torch.uint8),
         torch.randint(0, VOCAB, (int(chunks.sum()),), generator=g, dtype=torch.int32),
+        torch.randint(0, 12_000, (room,), generator=g, dtype=torch.int32),
     )  # fmt: skip
     return Places(*(p.to(device) for p in parts))
 

@@ -20,11 +20,11 @@ def test_all_variants_compile_within_limits(arch: str) -> None:
 
 def test_unfit_tensors_are_refused_in_one_line() -> None:
     places, state = scenario.places(2, 1, 4, "cpu"), scenario.state(4, "cpu")
-    trees, longs = tree_op.allocate_trees(4, "cpu"), torch.zeros(4, dtype=torch.int64)
+    trees, longs, ints = tree_op.allocate_trees(4, "cpu"), torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
     with pytest.raises(ValueError, match="roots must be"):
-        op.begin(places, state, longs, longs.int(), trees)
+        op.begin(places, state, longs, longs.int(), ints, trees)
     with pytest.raises(ValueError, match="ids must be"):
-        op.begin(places, state, torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64), trees)
+        op.begin(places, state, torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64), ints, trees)
     with pytest.raises(ValueError, match="row_lengths must be"):
         op.advance(places, ref.State(state.lengths.int(), state.roots), longs, scenario.path(4, 8, "cpu"))
     with pytest.raises(ValueError, match="mean"):

@@ -18,6 +18,8 @@ SEGMENT = 8192
 """Tokens of the vocabulary that one block of the choosing kernels reads (kernels/tree/numbers.py)."""
 BIASES = 1024
 """Most entries of a request's logit_bias (engine/request.py)."""
+FLOOR_IDS = 1024 + 64
+"""Most end tokens of a request with min_tokens: its own and the model's."""
 PIECE = PAGE_SIZE
 """Most tokens of a piece: what a chunk committed does not depend on where it was cut, for it is always cut here."""
 
@@ -116,15 +118,16 @@ GRAPH_BYTES = 12_000
 def step_memory(sizes: Sizes, rows: int, vocab: int) -> Table:
     """Bytes that a stepper allocates beside the models' workspaces: state of rows and what is sent, and buffers of a step."""
     places, pieces = sizes.places, max(sizes.pieces, 1)
-    one = 3 * 16 + sum(_up(places * n) for n in (8, 8, 8, 8, 4, 4, 4, 4, 4, 1, 1, 1, 32, 4)) + _up(4 * places + 4) + _up(8 * pieces)
-    state = one + rows * (16 + 4 * vocab + 8 * BIASES) + 4 * (places * sizes.width + pieces * PIECE)
+    one = 3 * 16 + sum(_up(places * n) for n in (8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 1, 1, 1, 32, 4))
+    one += 2 * _up(4 * places + 4) + _up(8 * pieces)
+    state = one + rows * (16 + 4 * vocab + 8 * BIASES + 4 * FLOOR_IDS) + 4 * (places * sizes.width + pieces * PIECE)
     tokens = max(b.tokens for b in sizes.buckets())
     verified = max(b.verified for b in sizes.buckets())
     segments = -(-vocab // SEGMENT)
     trees = places * (65 * (4 * 8 + 4 + 16) + 8)
     flat = places * (8 + 65 * 8) + 4 + tokens * 7 * 8
     accept = verified * (12 + segments * (8 + 8 + 8 + 64 * 8)) + places * 65 * 4
-    chosen = verified * 24 + 4 + places * (8 + 8 * sizes.path) + pieces * PIECE * 8
+    chosen = verified * 24 + 4 + places * (12 + 8 * sizes.path) + pieces * PIECE * 8
     results = 16 + 5 * _up(places * 8) + 2 * _up(places * sizes.path * 8) + _up(places * sizes.path * 4)
     depth = sizes.block - 1
     candidates = sizes.rows[-1] * depth * (segments * (64 * 8 + 8) + 64 * 12 + 4) if sizes.block else 0
