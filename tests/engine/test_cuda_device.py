@@ -144,3 +144,25 @@ def test_hits_in_the_prefix_cache_and_preemption_change_nothing():
     before = some.totals.prompt_tokens
     assert decode(some, [second]) == want[1:]
     assert some.totals.prompt_tokens - before < 64
+
+
+def test_the_likeliest_tokens_are_those_of_plain_decoding_and_min_tokens_wait():
+    asks = [
+        (text(70, 1), SamplingParams(max_tokens=20, logprobs=5, ignore_eos=True)),
+        (text(30, 2), SamplingParams(max_tokens=20, logprobs=2, temperature=0.9, seed=4, ignore_eos=True)),
+        (text(40, 3), SamplingParams(max_tokens=40, min_tokens=30, stop_token_ids=tuple(range(20, 1000)))),
+    ]
+
+    def told(budget: int, rows: int) -> dict[int, list[object]]:
+        some = engine("cuda", graphs=True, tree_budget=16, max_num_seqs=rows)
+        ids = [some.add(p, SamplingParams(**{**vars(s), "tree_budget": budget, "grammar": None})) for p, s in asks]
+        found: dict[int, list[object]] = {i: [] for i in ids}
+        while not some.idle:
+            for output in some.step():
+                tops = output.top_logprobs or (None,) * len(output.token_ids)
+                found[output.request_id] += zip(output.token_ids, tops, strict=True)
+        return found
+
+    plain = told(0, 1)
+    assert told(16, 3) == plain
+    assert all(len(top) == 5 and top[0][0] == token for token, top in plain[0]) and len(plain[2]) >= 30

@@ -218,7 +218,6 @@ def test_synthetic_acceptance_returns_what_was_asked_for():
 @pytest.mark.parametrize(
     ("values", "param"),
     [
-        ({"logprobs": 2}, "logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
@@ -320,3 +319,24 @@ def test_an_answer_waits_for_min_tokens(budget):
         prompt, params = text(70), ask(max_tokens=16, min_tokens=least, stop_token_ids=(11,), temperature=temperature, seed=3)
         (got,) = decode(some, [(prompt, params)])
         assert agree(got, prompt, params) > 4 and len(got) >= least
+
+
+def test_the_likeliest_tokens_of_the_rows_that_ask_are_those_of_the_cpu_engine():
+    some = engine(tree_budget=8, max_num_seqs=2)
+    prompt, params = text(70), ask(max_tokens=6, logprobs=3)
+    first, second = some.add(prompt, params), some.add(text(30), ask(max_tokens=6))
+    told = []
+    while not some.idle:
+        for output in some.step():
+            if output.request_id == second:
+                assert output.top_logprobs is None
+            else:
+                told += zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True)
+    (want,) = host().generate(list(prompt), params)
+    assert first != second and len(told) == 6
+    for (token, score, top), others in zip(told, want.top_logprobs, strict=True):
+        assert top[0] == (token, pytest.approx(score, abs=1e-4)) and [v for _, v in top] == sorted(
+            (v for _, v in top), reverse=True
+        )
+        assert {i for i, _ in top[:1]} <= {i for i, _ in others}
+        assert all(abs(v - dict(others).get(i, v)) < 0.5 for i, v in top)

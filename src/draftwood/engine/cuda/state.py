@@ -205,6 +205,10 @@ class DeviceRows:
         self.state.lengths[:rows] = context
         self.state.roots[:rows] = (torch.arange(rows, device=self.device) * 7919 + 17) % self.vocab
 
+    def logprobs(self, row: int) -> int:
+        """How many log-probabilities a row wants beside the chosen token's."""
+        return self._rows[row].params.logprobs or 0
+
     def silence(self) -> None:
         """Send a step without rows: a graph that runs on it touches nothing."""
         for name in ("live", "free", "pieces", "piece_places"):
