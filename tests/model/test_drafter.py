@@ -16,6 +16,7 @@ from draftwood.model.weights import DrafterWeights
 from draftwood.parallel.comm import Local
 from draftwood.parallel.layout import Layout
 from tests.model.tools import SMALL_DRAFT, TAPS, Window, drafter_weights
+from tests.peer.modules import dflash
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 WIDTH = SMALL_DRAFT.hidden_size
@@ -59,43 +60,12 @@ def fill(drafter: Drafter, window: Window, row: int, taps: Tensor, start: int = 
         drafter.observe(part[None], positions[None], torch.arange(len(part))[None], view)
 
 
-def published(weights: DrafterWeights, amplitude: float) -> torch.nn.Module:
-    """z-lab's DFlashDraftModel with these weights; `attention_factor` is its name for the amplitude."""
-    model = pytest.importorskip("dflash.model")
-    from transformers import Qwen3Config
-
-    c, rope = SMALL_DRAFT, SMALL_DRAFT.rope
-    config = Qwen3Config(
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim, max_position_embeddings=c.max_position, rms_norm_eps=c.rms_norm_eps,
-        rope_parameters={
-            "rope_type": "yarn", "rope_theta": rope.theta, "factor": rope.factor, "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow, "original_max_position_embeddings": rope.original_max_position,
-            "attention_factor": amplitude,
-        },
-        dflash_config={"target_layer_ids": list(c.taps), "mask_token_id": c.mask_token_id},
-        block_size=c.block_size, num_target_layers=c.num_target_layers,
-    )  # fmt: skip
-    net = model.DFlashDraftModel(config).eval()
-    out = {"fc.weight": weights.fc, "hidden_norm.weight": weights.hidden_norm, "norm.weight": weights.norm}
-    for i, w in enumerate(weights.layers):
-        out[f"layers.{i}.input_layernorm.weight"] = w.input_norm
-        out[f"layers.{i}.post_attention_layernorm.weight"] = w.post_norm
-        for name in ("q", "k", "v", "o"):
-            out[f"layers.{i}.self_attn.{name}_proj.weight"] = getattr(w, name)
-        out[f"layers.{i}.self_attn.q_norm.weight"], out[f"layers.{i}.self_attn.k_norm.weight"] = w.q_norm, w.k_norm
-        for name in ("gate", "up", "down"):
-            out[f"layers.{i}.mlp.{name}_proj.weight"] = getattr(w.mlp, name)
-    net.load_state_dict(out, strict=True)
-    return net
-
-
 @pytest.mark.parametrize("amplitude", [1.0, MSCALE])
 def test_logits_equal_the_published_module(weights: DrafterWeights, amplitude: float) -> None:
     """Blocks 4 .. 16, contexts short and past YaRN's original length (64), both amplitudes."""
-    net, (embed, head) = published(weights, amplitude), shared()
-    drafter = build(weights, replace(SMALL_DRAFT, amplitude=amplitude))
+    pytest.importorskip("dflash.model")
+    config = replace(SMALL_DRAFT, amplitude=amplitude)
+    net, drafter, (embed, head) = dflash(config, weights), build(weights, config), shared()
     for length in (1, 5, 63, 64, 65, 200):
         taps, window = features(length, length), Window.make(drafter, [3], [length], 256)
         fill(drafter, window, 0, taps)

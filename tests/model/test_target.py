@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftwood.model import mla, reference
 from draftwood.model.kimi import Target
-from draftwood.model.weights import DenseWeights, MoEWeights, TargetWeights, unpack_int4
+from draftwood.model.weights import TargetWeights
 from tests.model.tools import (
     SMALL,
     TAPS,
@@ -23,6 +23,7 @@ from tests.model.tools import (
     small_target,
     target_weights,
 )  # fmt: skip
+from tests.peer.modules import huggingface
 
 EDGES = (7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -48,63 +49,11 @@ def whole(target: Target, tokens: list[int], seed: int = 0) -> tuple[Tensor, Ten
     return logits, taps[0], pages
 
 
-def huggingface(weights: TargetWeights) -> torch.nn.Module:
-    """transformers' DeepseekV3ForCausalLM with these weights, experts dequantised."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    c, rope = SMALL, SMALL.rope
-    parameters = {
-        "rope_type": "yarn", "rope_theta": rope.theta, "factor": rope.factor, "beta_fast": rope.beta_fast,
-        "beta_slow": rope.beta_slow, "mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim,
-        "original_max_position_embeddings": rope.original_max_position,
-    }  # fmt: skip
-    config = DeepseekV3Config(
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-        moe_intermediate_size=c.moe_intermediate_size, num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads,
-        num_key_value_heads=c.num_heads, n_shared_experts=1, n_routed_experts=c.num_experts,
-        routed_scaling_factor=c.routed_scaling_factor, kv_lora_rank=c.kv_lora_rank, q_lora_rank=c.q_lora_rank,
-        qk_rope_head_dim=c.qk_rope_head_dim, v_head_dim=c.v_head_dim, qk_nope_head_dim=c.qk_nope_head_dim, n_group=1,
-        topk_group=1, num_experts_per_tok=c.experts_per_token, first_k_dense_replace=c.first_k_dense,
-        norm_topk_prob=True, max_position_embeddings=c.max_position, rms_norm_eps=c.rms_norm_eps,
-        rope_parameters=parameters, attn_implementation="eager", pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = DeepseekV3ForCausalLM(config).eval()
-    model.load_state_dict(_published_names(weights), strict=True)
-    return model
-
-
-def _published_names(weights: TargetWeights) -> dict[str, Tensor]:
-    out = {"model.embed_tokens.weight": weights.embed, "lm_head.weight": weights.lm_head, "model.norm.weight": weights.norm}
-
-    def mlp(name: str, w: DenseWeights) -> None:
-        out[f"{name}.gate_proj.weight"], out[f"{name}.up_proj.weight"], out[f"{name}.down_proj.weight"] = w.gate, w.up, w.down
-
-    for i, w in enumerate(weights.layers):
-        layer, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
-        out[f"{layer}.input_layernorm.weight"] = w.input_norm
-        out[f"{layer}.post_attention_layernorm.weight"] = w.post_norm
-        out[f"{attention}.q_a_proj.weight"], out[f"{attention}.q_a_layernorm.weight"] = w.q_a, w.q_a_norm
-        out[f"{attention}.q_b_proj.weight"], out[f"{attention}.kv_b_proj.weight"] = w.q_b, w.kv_b
-        out[f"{attention}.kv_a_proj_with_mqa.weight"], out[f"{attention}.kv_a_layernorm.weight"] = w.kv_a, w.kv_a_norm
-        out[f"{attention}.o_proj.weight"] = w.o
-        if isinstance(w.mlp, MoEWeights):
-            e = w.mlp.experts
-            gate = unpack_int4(e.gate_packed, e.gate_scale, torch.float32)
-            up = unpack_int4(e.up_packed, e.up_scale, torch.float32)
-            out[f"{layer}.mlp.experts.gate_up_proj"] = torch.cat((gate, up), 1)
-            out[f"{layer}.mlp.experts.down_proj"] = unpack_int4(e.down_packed, e.down_scale, torch.float32)
-            out[f"{layer}.mlp.gate.weight"], out[f"{layer}.mlp.gate.e_score_correction_bias"] = w.mlp.router, w.mlp.bias
-            mlp(f"{layer}.mlp.shared_experts", w.mlp.shared)
-        else:
-            mlp(f"{layer}.mlp", w.mlp)
-    return out
-
-
 def test_logits_and_taps_equal_hugging_face_also_past_the_original_length(target: Target, weights: TargetWeights) -> None:
     """Latent norms with their class default 1e-6, all others with the config's 1e-5; 200 positions, 64 original."""
     assert (SMALL.latent_norm_eps, SMALL.rms_norm_eps) == (1e-6, 1e-5)
     tokens = random_tokens(200, 1)
-    model = huggingface(weights)
+    model = huggingface(SMALL, weights)
     with torch.inference_mode():
         out = model(torch.tensor([tokens]), output_hidden_states=True)
     logits, taps, _ = whole(target, tokens)
@@ -117,7 +66,7 @@ def test_far_positions_equal_hugging_face(target: Target, weights: TargetWeights
     tokens = random_tokens(40, 2)
     positions = torch.arange(900, 940)
     with torch.inference_mode():
-        expected = huggingface(weights)(torch.tensor([tokens]), position_ids=positions[None]).logits[0]
+        expected = huggingface(SMALL, weights)(torch.tensor([tokens]), position_ids=positions[None]).logits[0]
     step = make_step(Pages.make(SMALL, 1, 60), [(0, 0, tokens, chain(40))])
     step.positions[0] = positions
     torch.testing.assert_close(step.run(target)[0], expected, **CLOSE)
