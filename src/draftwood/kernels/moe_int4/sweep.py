@@ -44,6 +44,7 @@ FORMS = {
     "few.d16": Form("stream", 1, 4, 4, depth=16, rows=4),
     "few.b6": Form("stream", 1, 4, 6, depth=8, ahead=2, rows=4),
     "few.w8": Form("stream", 1, 8, 4, depth=4, rows=4),
+    "few.w2": Form("stream", 1, 2, 9, depth=16, ahead=4, rows=4),
     "rows": Form("stream", 1, 4, 4, depth=12, rows=36),
     "rows.d8": Form("stream", 1, 4, 4, depth=8, ahead=2, rows=36),
     "rows.d16": Form("stream", 1, 4, 4, depth=16, ahead=4, rows=16),
@@ -72,7 +73,7 @@ CHAINS = {"": False, "+": True}
 SHORT = {"t8.b3", "t12.s1", "t12.w8"}
 """Those that have too few registers for accumulators and group sums."""
 CASES: list[tuple[op.Shape, int, int, list[str]]] = [
-    (bench.TP8, 384, 1, ["st few", "sp few.w8", "sp few.b6", "sp few", "sp.x2 few.b6", "sp.b4 few.b6", "sp.b2 few.b6"]),
+    (bench.TP8, 384, 1, ["st few", "sp few.w8", "sp few.b6", "sp few", "sp few.w2", "sp.b4 few.b6", "sp.b2 few.b6"]),
     (bench.TP8, 384, 9, ["sp rows", "st rows.x4", "sp.x2 rows.d8", "sp.b4 rows.d16", "sp rows.b5", "t1.b4 t1", "st thin"]),
     (bench.TP8, 384, 33, ["sp rows", "st rows.x4", "sp.b4 rows.d8", "sp.x2 rows", "t2 t2", "t1.b4 thin", "t4 t4"]),
     (bench.TP8, 384, 4, ["sp few", "st rows", "sp.b4 rows.d16", "sp few.b6"]),
