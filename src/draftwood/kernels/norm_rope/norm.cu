@@ -2,9 +2,10 @@
 #include "pieces.cuh"
 
 #ifdef WIDTH
-// One row per block of THREADS threads: grid n.
+// One row per block of THREADS threads: grid n, and RIDERS blocks more if a later weight is to be asked for.
 // h = x[index ? index[row] : row] (+ delta[row], rounded); residual, tap <- h where given; y = norm(h) * weight.
 // index: rows of an embedding, or the rows that are wanted.  residual may be x when there is no index.
+// Riders wait for the kernel before: it may still stream weights that would push theirs out of L2.
 #ifndef THREADS
 #define THREADS 256
 #endif
@@ -14,26 +15,43 @@ static_assert(WIDTH % 8 == 0 && THREADS % 32 == 0 && WARPS <= 32, "whole chunks 
 extern "C" __global__ void __launch_bounds__(THREADS)
 rms_norm(const bf16* x, const bf16* delta, const bf16* weight, const long long* index, const int* rows, bf16* residual,
          bf16* tap, bf16* y, long long x_stride, long long delta_stride, long long residual_stride, long long tap_stride,
-         long long y_stride, float eps) {
+         long long y_stride, float eps, int n,
+         const unsigned char* ahead, int runs, int T, int S, int first, int bytes) {
   __shared__ float sums[32];
   const int tid = threadIdx.x, row = blockIdx.x;
-  uint4 w[OWN];
+  if (row >= n) {
+    pdl_wait();
+    pdl_go();
+    fetch_ahead(row - n, ahead, runs, T, S, first, bytes);
+    return;
+  }
+  uint4 w[OWN], raw[OWN], more[OWN];
 #pragma unroll
   for (int i = 0; i < OWN; i++)
     if (tid + i * THREADS < CHUNKS) w[i] = load16_once(weight + (tid + i * THREADS) * 8);
   pdl_wait();
   pdl_go();
-  if (rows && row >= load_int(rows)) return;
-  const bf16* from = x + (index ? load_long(index + row) : (long long)row) * x_stride;
+  // All loads before the first is waited for. A row of x itself may be one that does not count; a gathered one is nowhere then.
+  const int live = rows ? load_int(rows) : n;
+  const long long at = index ? load_long(index + row) : (long long)row;
+  if (index && row >= live) return;
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const int c = (tid + i * THREADS) * 8;
+    if (c >= WIDTH) continue;
+    raw[i] = load16(x + at * x_stride + c);
+    if (delta) more[i] = load16(delta + row * delta_stride + c);
+  }
+  if (row >= live) return;
   float v[OWN][8], sum = 0.f;
 #pragma unroll
   for (int i = 0; i < OWN; i++) {
     const int c = (tid + i * THREADS) * 8;
     if (c >= WIDTH) continue;
-    unpack8(v[i], load16(from + c));
+    unpack8(v[i], raw[i]);
     if (delta) {
       float d[8];
-      unpack8(d, load16(delta + row * delta_stride + c));
+      unpack8(d, more[i]);
 #pragma unroll
       for (int k = 0; k < 8; k++) v[i][k] = rounded(v[i][k] + d[k]);
     }
@@ -79,10 +97,15 @@ latent_write(const bf16* x, const bf16* q_weight, const bf16* l_weight, const fl
   if (on && (is_q || is_l)) w = load16_once((is_q ? q_weight : l_weight) + c);
   pdl_wait();
   pdl_go();
-  if (rows && row >= load_int(rows)) return;
-  const long long slot = load_long(slots + row);
-  float v[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-  if (on) unpack8(v, load16(x + row * x_stride + (is_q ? 0 : is_l ? Q_WIDTH : Q_WIDTH + L_WIDTH) + c));
+  const int live = rows ? load_int(rows) : row + 1;   // all loads before the first is waited for
+  const long long slot = load_long(slots + row), position = load_long(positions + row);
+  uint4 raw = make_uint4(0, 0, 0, 0);
+  if (on) raw = load16(x + row * x_stride + (is_q ? 0 : is_l ? Q_WIDTH : Q_WIDTH + L_WIDTH) + c);
+  float2 turn[4] = {};
+  if (on && !is_q && !is_l) load_turns(turn, turns_at(turns, position, table, P_WIDTH / 2) + c / 2);
+  if (row >= live) return;
+  float v[8];
+  unpack8(v, raw);
   float sum = warp_sum(squares(v));
   if (lane == 0) sums[warp] = sum;
   __syncthreads();
@@ -91,7 +114,7 @@ latent_write(const bf16* x, const bf16* q_weight, const bf16* l_weight, const fl
     sum = warp_sum(lane < warps ? sums[begin + lane] : 0.f);
     normalise(v, scale_of(sum, is_q ? Q_WIDTH : L_WIDTH, eps), w);
   } else if (on) {
-    turn_pairs(v, turns_at(turns, load_long(positions + row), table, P_WIDTH / 2) + c / 2);
+    turn_pairs(v, turn);
   }
   if (!on) return;
   if (is_q) store16(q + row * q_stride + c, pack8(v));

@@ -42,6 +42,15 @@ __device__ __forceinline__ void turn_pairs(float (&v)[8], const float2* t) {
     v[2 * i + 1] = add_rn(mul_rn(a, c.y), mul_rn(b, c.x));
   }
 }
+// The turns of 8 values: four, which begin on 32 bytes.
+__device__ __forceinline__ void load_turns(float2 (&t)[4], const float2* from) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint4 v = load16(from + 2 * i);
+    t[2 * i] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+    t[2 * i + 1] = make_float2(__uint_as_float(v.z), __uint_as_float(v.w));
+  }
+}
 // Halves (i, i + width/2) of a head held 8 values a lane; the partner lane is `apart` lanes away (lane id xor).
 // second: this lane holds values of the second half.  t: the turn of this lane's first value in its half.
 __device__ __forceinline__ void turn_halves(float (&v)[8], const float2* t, int apart, bool second) {
@@ -52,4 +61,22 @@ __device__ __forceinline__ void turn_halves(float (&v)[8], const float2* t, int 
     const float cross = mul_rn(other, c.y), own = mul_rn(v[i], c.x);
     v[i] = second ? add_rn(own, cross) : sub_rn(own, cross);
   }
+}
+
+// ---------------------------------------------------------------- weights of a later kernel on their way to L2
+// These kernels keep few multiprocessors busy and no memory. Blocks of their own, the riders, ask meanwhile for a part of a packed
+// weight of `linear` (fold.cuh): for each of its `runs`, one per 16 rows and segment of K, `bytes` from K64 step `first` on. A run
+// begins at step T*(i / S) + T*(i % S)/S of 2 KB. It is a hint: nothing is read, and no result depends on it.
+constexpr int RIDERS = 128;
+
+__device__ __forceinline__ void ask_for(const unsigned char* from, int bytes) {
+#ifdef EMULATION
+  for (int i = 0; i < bytes; i++) const_cast<unsigned char*>(from)[i]++;   // for a test to see
+#else
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+__device__ __forceinline__ void fetch_ahead(int rider, const unsigned char* ahead, int runs, int T, int S, int first, int bytes) {
+  for (int i = threadIdx.x * RIDERS + rider; i < runs; i += blockDim.x * RIDERS)
+    ask_for(ahead + ((long long)(i / S) * T + T * (i % S) / S + first) * 2048, bytes);
 }

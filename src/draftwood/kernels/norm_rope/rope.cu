@@ -3,18 +3,30 @@
 #include "pieces.cuh"
 
 #ifdef P_WIDTH
-// The target's queries: the last P_WIDTH values of each head, turned in pairs: grid (n, ceil(heads*P_WIDTH/8 / 128)).
+// The target's queries: the last P_WIDTH values of each head, turned in pairs: grid (n, ceil(heads*P_WIDTH/8 / 128)), and
+// RIDERS columns of blocks more if a later weight is to be asked for, which they do at once.
 // from and to point at the rotary part of row 0, head 0 and may be the same.
 extern "C" __global__ void __launch_bounds__(128)
 query_rope(const bf16* from, bf16* to, const float2* turns, const long long* positions, const int* rows, int heads,
-           long long from_stride, long long from_head, long long to_stride, long long to_head, int table) {
+           long long from_stride, long long from_head, long long to_stride, long long to_head, int table, int n,
+           const unsigned char* ahead, int runs, int T, int S, int first, int bytes) {
   const int row = blockIdx.x, i = blockIdx.y * 128 + threadIdx.x, head = i / (P_WIDTH / 8), c = i % (P_WIDTH / 8) * 8;
+  if (row >= n) {
+    if (blockIdx.y == 0) fetch_ahead(row - n, ahead, runs, T, S, first, bytes);
+    return;
+  }
   pdl_wait();
   pdl_go();
-  if (head >= heads || (rows && row >= load_int(rows))) return;
+  if (head >= heads) return;
+  const int live = rows ? load_int(rows) : n;         // all loads before the first is waited for
+  const long long position = load_long(positions + row);
+  const uint4 raw = load16(from + row * from_stride + head * from_head + c);
+  float2 turn[4];
+  load_turns(turn, turns_at(turns, position, table, P_WIDTH / 2) + c / 2);
+  if (row >= live) return;
   float v[8];
-  unpack8(v, load16(from + row * from_stride + head * from_head + c));
-  turn_pairs(v, turns_at(turns, load_long(positions + row), table, P_WIDTH / 2) + c / 2);
+  unpack8(v, raw);
+  turn_pairs(v, turn);
   store16(to + row * to_stride + head * to_head + c, pack8(v));
 }
 #endif
@@ -46,12 +58,15 @@ head_norm_rope(bf16* qkv, const bf16* q_weight, const bf16* k_weight, const floa
   const int head = i / LANES, chunk = i % LANES;
   pdl_wait();
   pdl_go();
-  if (rows && row >= load_int(rows)) return;
   const bool on = head < q_heads + kv_heads;
   bf16* at = qkv + token * stride + (on ? head : 0) * D + chunk * 8;
+  const int live = rows ? load_int(rows) : row + 1;   // all loads before the first is waited for
+  const long long length = load_long(lengths + row);
+  const uint4 raw = load16(at);
+  if (row >= live) return;
   float v[8];
-  unpack8(v, load16(at));
-  const float2* turn = turns_at(turns, load_long(lengths + row) + token % block, table, D / 2);
+  unpack8(v, raw);
+  const float2* turn = turns_at(turns, length + token % block, table, D / 2);
   norm_turn(v, head < q_heads ? q_weight : k_weight, turn, chunk, eps);
   if (on) store16(at, pack8(v));
 }
