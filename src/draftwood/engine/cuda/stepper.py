@@ -14,7 +14,7 @@ from draftwood.config import Plan
 from draftwood.engine.cuda.auto import AutoTrees
 from draftwood.engine.cuda.graph import Buffers, CudaParts, CudaStep, Results
 from draftwood.engine.cuda.record import Graphs, Immediate, Launch, Recorder
-from draftwood.engine.cuda.state import DeviceRows, Staged, carve, pinned
+from draftwood.engine.cuda.state import DeviceRows, Staged, carve_host, pinned
 from draftwood.engine.request import SamplingParams
 from draftwood.engine.scheduler import Start, StepPlan
 from draftwood.engine.step import StepResult
@@ -211,7 +211,7 @@ class Flying:
         """Wait for the copies and return the result in the plan's order."""
         if self.done is not None:
             self.done.synchronize()
-        views = {k: v.numpy() for k, v in carve(self.raw, Results.fields(self.places, self.width)).items()}
+        views = carve_host(self.raw, Results.fields(self.places, self.width))
         at = np.array(self.staged.results, np.int64)
         chunks = np.array([len(chunk) for chunk in self.plan.chunks], np.int64)
         forced = chunks > 0
@@ -233,6 +233,8 @@ class Flying:
 
     def _paths(self, found: NDArray[np.int64], chunks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Paths as wide as the longest chunk, whose path is all of it."""
+        if not chunks.any():
+            return found
         out = np.full((len(chunks), max(found.shape[1], int(chunks.max()))), -1, np.int64)
         out[:, : found.shape[1]] = found
         order = np.arange(out.shape[1])
