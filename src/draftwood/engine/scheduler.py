@@ -141,6 +141,10 @@ class Scheduler:
         self.preemptions = 0
         """Since the beginning."""
         self._rows = list(range(plan.max_num_seqs - 1, -1, -1))
+        self._handed_out = 0
+        """Pages, since the last recount."""
+        self._refused: tuple[int, int, int, int] | None = None
+        """What mattered when the first of those that wait did not fit."""
 
     @property
     def available(self) -> int:
@@ -296,8 +300,13 @@ class Scheduler:
 
     def _admit(self) -> Iterator[Start]:
         while self.waiting and self._rows:
+            cached = self.prefix.count if self.prefix is not None else 0
+            matters = (self.waiting[0].request.id, self.available, len(self.running), cached)
+            if matters == self._refused:  # looking a long text up again in every step would be slow
+                return
             seq = self._begin(self.waiting[0])
             if seq is None:
+                self._refused = matters
                 return
             waited = self.waiting.popleft()
             self.running[seq.request.id] = seq
@@ -338,6 +347,7 @@ class Scheduler:
         )
 
     def _allocate(self, pages: int) -> list[int]:
+        self._handed_out += pages
         if self.prefix is not None:
             self.prefix.make_room(pages)
         return self.pool.allocate(pages)
@@ -389,7 +399,8 @@ class Scheduler:
             self.waiting = deque(w for w in self.waiting if w.request.id != request_id)
             return len(self.waiting) < before
         self._release(seq)
-        if self.idle:
+        # A recount looks at every page, and somebody waits for the last token: not after every small request.
+        if self.idle and self._handed_out >= self.pool.num_pages // 8:
             self.recount()
         return True
 
@@ -404,6 +415,7 @@ class Scheduler:
 
     def recount(self) -> None:
         """Prove that every page is free or held by exactly the requests that run and the prefix cache; rows likewise."""
+        self._handed_out = 0
         cached = [] if self.prefix is None else self.prefix.pages()
         self.pool.recount([*(seq.pages for seq in self.running.values()), cached])
         rows = sorted(self._rows + [seq.row for seq in self.running.values()])
