@@ -103,6 +103,7 @@ class Refs:
     def add_norm(
         self, x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None, index: Tensor | None = None,
         residual: Tensor | None = None, tap: Tensor | None = None, out: Tensor | None = None, rows: Tensor | None = None,
+        ahead: norm_op.Ahead | None = None,
     ) -> Tensor:  # fmt: skip
         n, width = (x.shape[0] if index is None else index.shape[0]), x.shape[-1]
         out = torch.empty(n, width, dtype=BF16) if out is None else out
@@ -139,8 +140,9 @@ class Refs:
         return out
 
     def query_rope(
-        self, x: Tensor, turns: Tensor, positions: Tensor, out: Tensor | None = None, rows: Tensor | None = None
-    ) -> Tensor:
+        self, x: Tensor, turns: Tensor, positions: Tensor, out: Tensor | None = None, rows: Tensor | None = None,
+        ahead: norm_op.Ahead | None = None,
+    ) -> Tensor:  # fmt: skip
         out = x if out is None else out
         norm_op._longs_fit(x.shape[0], positions=positions)
         self.calls.add("query_rope")
@@ -433,6 +435,7 @@ def replace(patch: pytest.MonkeyPatch) -> Calls:
     attention = type("CountedRefAttention", (RefAttention,), {"calls": calls})
     patch.setattr(attention_op, "MlaAttention", attention)
     patch.setattr(attention_op, "arch", lambda device: "sm_90a")
+    patch.setattr(linear_op, "held", lambda shape, n, device: 2)
     return calls
 
 

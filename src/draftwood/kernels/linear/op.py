@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -73,13 +73,18 @@ def variants() -> list[Variant]:
 
 @functools.cache
 def _kernel(form: Form, device: int) -> jit.Kernel:
-    alike = replace(form, ahead=0, rolling=False)  # arguments of the launch
-    return _kernel(alike, device) if alike != form else jit.Kernel(source(form), device, form.shared)
+    return jit.Kernel(source(form), device, form.shared)
 
 
 @functools.cache
 def _machine_of(device: int) -> plan.Machine:
     return _MACHINES[jit.arch_of(torch.cuda.get_device_capability(device))]
+
+
+def held(shape: Shape, n: int, device: int) -> int:
+    """K64 steps of 16 rows of weights in a segment that a launch for n rows of x asks for before it waits for its predecessor."""
+    form = plan.form_for(shape, n, _machine_of(device))
+    return dict(form.macros)["DEPTH"] + form.ahead
 
 
 def linear(
@@ -117,8 +122,7 @@ def linear(
         (weight.data, x, out, _NULL if residual is None else residual, _NULL if rows is None else rows,
          np.int32(n), np.int32(shape.outputs), np.int32(shape.inputs), np.int32(chosen.groups(shape)),
          np.int64(x.stride(0)), np.int64(x.stride(1) if heads else 0), np.int64(out.stride(0)),
-         np.int64(out.stride(1) if heads else 0), np.int32(out.dtype == torch.float32),
-         np.int32(chosen.ahead), np.int32(chosen.rolling)),
+         np.int64(out.stride(1) if heads else 0), np.int32(out.dtype == torch.float32)),
         chosen.shared, pdl=True,
     )  # fmt: skip
     return out
