@@ -1,8 +1,8 @@
-"""Where a forward's time goes, on a CUDA device: `python -m tests.model.time_forward [--layers 9] [--cases 1x0,1x8,64x0]`.
+"""Where a forward's time goes, on a CUDA device: `python -m tests.model.time_forward [FILE] [--layers 9] [--cases 1x0,1x8]`.
 
 A forward of full-width K2.6 with random weights is captured whole, and again without one family of kernels at a time (results are
-then wrong; times are not): the difference is what that family costs between its neighbours, prefetching and gaps included. Two
-other orders of the kernels are timed whole. One JSON line per case and family on stdout.
+then wrong; times are not): the difference is what that family costs between its neighbours, prefetching and gaps included. Other
+reaches of what is asked for in L2, and two other orders of the kernels, are timed whole. One JSON line each on stdout.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from draftwood.kernels.norm_rope import op as norm_op
 from draftwood.model.config import K2_6, K2_6_DRAFT, read_drafter_config, read_model_config, resized
 from draftwood.model.costs import total
 from draftwood.model.cuda import work
+from draftwood.model.cuda.ahead import Reach
 from draftwood.model.cuda.bucket import Bucket
 from draftwood.model.cuda.dummy import dummy_target
 from draftwood.model.cuda.target import CudaTarget, Forward
@@ -127,51 +128,100 @@ def case(target: CudaTarget, rows: int, budget: int, context: int) -> tuple[Forw
     return forward, functools.partial(forward, step.flat, step.lengths, step.counts, step.table, memory.cache)
 
 
+REACHES = ((0, 0), (16, 0), (0, 16), (8, 8), (16, 16), (24, 24), (32, 32))
+"""MiB that are asked for in L2 of o and of the shared expert (`model.cuda.ahead.Reach`)."""
+
+
+class Report:
+    """Lines of JSON on stdout, and in a file if there is one; and the time that is left."""
+
+    def __init__(self, file: str | None, seconds: float) -> None:
+        self.file, self.end = file, time.monotonic() + seconds
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.end
+
+    def line(self, **shown: Any) -> None:
+        text = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in shown.items()})
+        print(text, flush=True)
+        if self.file is not None:
+            with open(self.file, "a", encoding="utf-8") as out:
+                out.write(text + "\n")
+
+
+class Bench:
+    """A target with random weights, and what its cases are held against."""
+
+    def __init__(self, asked: argparse.Namespace, report: Report) -> None:
+        self.report, self.context = report, asked.context
+        config, draft = resized(read_model_config(K2_6), read_drafter_config(K2_6_DRAFT), asked.experts, asked.layers)
+        assert draft is not None
+        began = time.monotonic()
+        packed = dummy_target(config, Layout(), "cuda")
+        torch.cuda.synchronize()
+        made = time.monotonic() - began
+        self.peak = read_peak(torch.device("cuda"))
+        report.line(read_peak_gb_s=self.peak / 1e9, weights_s=made, layers=asked.layers, experts=asked.experts)
+        self.target = CudaTarget(config, packed, Layout(), Local(), draft.taps, 8192)
+        self.names = {shape: name for name, shape in self.target.sizes.linears().items()}
+        self.layers = asked.layers
+
+    def whole(self, rows: int, budget: int) -> None:
+        """As it is, beside its bytes; then with other reaches."""
+        forward, run = case(self.target, rows, budget, self.context)
+        experts = distinct(run)
+        floor = total(work.traffic(self.target.sizes, [1 + budget] * rows, self.context, experts)) / self.peak
+        took = timed(run, "", self.names)
+        self.report.line(
+            rows=rows, budget=budget, ms=took * 1e3, floor_ms=floor * 1e3, x_floor=took / floor, experts=experts,
+            launches=total(work.launches(self.target.sizes, forward.bucket)),
+        )  # fmt: skip
+        for o, shared in REACHES:
+            if not self.report.late:
+                self.target.reach = Reach(o << 20, shared << 20)
+                took = timed(case(self.target, rows, budget, self.context)[1], "", self.names)
+                self.report.line(rows=rows, budget=budget, asked_for=f"{o}+{shared} MiB", ms=took * 1e3)
+        self.target.reach = Reach()
+
+    def families(self, rows: int, budget: int) -> None:
+        """Without one family of kernels at a time."""
+        run = case(self.target, rows, budget, self.context)[1]
+        whole = timed(run, "", self.names)
+        for family in (*PARTS, *self.target.sizes.times()):
+            if not self.report.late:
+                cost = (whole - timed(run, family, self.names)) * 1e6
+                self.report.line(rows=rows, budget=budget, without=family, us=cost, us_per_layer=cost / self.layers)
+
+    def orders(self, rows: int, budget: int) -> None:
+        """In other orders."""
+        forward, run = case(self.target, rows, budget, self.context)
+        for family in OTHERWISE:
+            if forward.bucket.tokens <= 1024 and not self.report.late:
+                self.report.line(rows=rows, budget=budget, order=family, ms=timed(run, family, self.names) * 1e3)
+
+
 def main() -> None:
     """Time all cases."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", nargs="?", help="file to which the lines are added too")
     parser.add_argument("--layers", type=int, default=9)
     parser.add_argument("--experts", type=int, default=48)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--cases", default="1x0,1x8,1x32,64x0,32x8", help="rows x budget")
-    parser.add_argument("--whole-only", action="store_true", help="no families")
+    parser.add_argument("--whole-only", action="store_true", help="no families and no orders")
+    parser.add_argument("--seconds", type=float, default=50, help="nothing is begun later")
     asked = parser.parse_args()
-    config, draft = resized(read_model_config(K2_6), read_drafter_config(K2_6_DRAFT), asked.experts, asked.layers)
-    assert draft is not None
-    began = time.monotonic()
-    packed = dummy_target(config, Layout(), "cuda")
-    torch.cuda.synchronize()
-    made = time.monotonic() - began
-    peak = read_peak(torch.device("cuda"))
-    print(json.dumps({"read_peak_gb_s": peak / 1e9, "weights_s": made, "layers": asked.layers}), flush=True)
-    target = CudaTarget(config, packed, Layout(), Local(), draft.taps, 8192)
-    names = {shape: name for name, shape in target.sizes.linears().items()}
+    bench = Bench(asked, Report(asked.out, asked.seconds))
     cases = [tuple(map(int, c.split("x"))) for c in asked.cases.split(",")]
     for rows, budget in cases:
-        forward, run = case(target, rows, budget, asked.context)
-        experts = distinct(run)
-        traffic = dict(work.traffic(target.sizes, [1 + budget] * rows, asked.context, experts))
-        launches, floor = total(work.launches(target.sizes, forward.bucket)), sum(traffic.values()) / peak
-        for family in [""] if asked.whole_only else ["", *PARTS, *target.sizes.times()]:
-            took = timed(run, family, names)
-            if not family:
-                whole = took
-                shown = {
-                    "ms": took * 1000,
-                    "floor_ms": floor * 1000,
-                    "x_floor": took / floor,
-                    "experts": experts,
-                    "launches": launches,
-                }
-            else:
-                shown = {"without": family, "costs_ms": (whole - took) * 1000, "mb": traffic.get(family, 0) / 1e6}
-            print(json.dumps({"rows": rows, "budget": budget, **shown}), flush=True)
-    for family in OTHERWISE:  # last, for a device may refuse to capture them
-        for rows, budget in cases:
-            forward, run = case(target, rows, budget, asked.context)
-            if forward.bucket.tokens <= 1024:
-                took = timed(run, family, names) * 1000
-                print(json.dumps({"rows": rows, "budget": budget, "order": family, "ms": took}), flush=True)
+        bench.whole(rows, budget)
+    if asked.whole_only:
+        return
+    for rows, budget in cases:
+        bench.families(rows, budget)
+    for rows, budget in cases:  # last, for a device may refuse to capture them
+        bench.orders(rows, budget)
 
 
 if __name__ == "__main__":
