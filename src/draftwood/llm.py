@@ -404,7 +404,7 @@ def _engine(plan: Plan, checkpoint: Checkpoint, comm: Comm) -> Engine:
 
     bigram = _bigram(plan.options, checkpoint) if plan.block else None
     folders = checkpoint.folder, checkpoint.draft_folder
-    parts, stepper = start(plan, checkpoint.config, checkpoint.drafter, folders, bigram, comm)
+    parts, stepper = start(plan, checkpoint.config, checkpoint.drafter, folders, bigram, comm, _grammars(checkpoint))
     return Engine(parts, plan, stop_ids, stepper)
 
 

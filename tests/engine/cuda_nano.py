@@ -12,6 +12,7 @@ from draftwood.config import Options, Plan
 from draftwood.engine.cuda.build import build
 from draftwood.engine.cuda.stepper import CudaStepper
 from draftwood.engine.loop import Engine
+from draftwood.llm import _grammars
 from draftwood.model.cuda.pack import pack_drafter, pack_target
 from draftwood.model.weights import load_drafter, load_target
 from draftwood.parallel.comm import Local
@@ -47,7 +48,9 @@ def engine(device: str = "cpu", graphs: bool = False, **options) -> Engine:
     beside = checkpoint.draft_folder / "bigram.safetensors"
     bigram = Bigram.load(beside, checkpoint.config.vocab_size) if made.block else None
     folders = (checkpoint.folder, checkpoint.draft_folder)
-    parts = build(made, checkpoint.config, checkpoint.drafter, folders, bigram, Local(), torch.device(device))
+    parts = build(
+        made, checkpoint.config, checkpoint.drafter, folders, bigram, Local(), torch.device(device), _grammars(checkpoint)
+    )
     return Engine(parts, made, checkpoint.config.stop_ids, CudaStepper(parts, made, graphs))
 
 

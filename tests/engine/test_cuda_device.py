@@ -166,3 +166,23 @@ def test_the_likeliest_tokens_are_those_of_plain_decoding_and_min_tokens_wait():
     plain = told(0, 1)
     assert told(16, 3) == plain
     assert all(len(top) == 5 and top[0][0] == token for token, top in plain[0]) and len(plain[2]) >= 30
+
+
+def test_answers_with_a_form_are_those_of_plain_decoding():
+    pytest.importorskip("xgrammar")
+    number = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    forms = ({"type": "regex", "regex": "(yes|no), [0-9]{3,9}"}, {"type": "json_schema", "json_schema": {"schema": number}})
+    asks = [
+        (text(30 + i, i), {"max_tokens": 30, "response_format": form, "temperature": 0.5 * i, "seed": i})
+        for i, form in enumerate(forms)
+    ]
+    asks.append((text(50, 9), {"max_tokens": 25, "temperature": 0.7, "seed": 3}))
+
+    def told(budget: int, rows: int) -> list[list[int]]:
+        some = engine("cuda", graphs=True, tree_budget=16, max_num_seqs=rows)
+        out = decode(some, [(prompt, SamplingParams(**values, tree_budget=budget)) for prompt, values in asks])
+        some.close()
+        return out
+
+    plain = told(0, 1)
+    assert told(16, 3) == plain and all(plain)

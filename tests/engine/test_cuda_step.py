@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import cache
 
 import pytest
@@ -215,19 +216,6 @@ def test_synthetic_acceptance_returns_what_was_asked_for():
     assert abs(some.totals.decoded / some.totals.row_steps - 3.5) < 0.4
 
 
-@pytest.mark.parametrize(
-    ("values", "param"),
-    [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-    ],
-)
-def test_what_the_kernels_do_not_know_is_refused_by_name(values, param):
-    some = engine(tree_budget=0)
-    with pytest.raises(RequestError, match="not supported on --device cuda") as refused:
-        some.add(text(5), SamplingParams(**values))
-    assert refused.value.param == param
-
-
 def test_sizes_cover_every_step_that_a_plan_allows():
     sizes = Sizes.of(made_plan(tree_budget=17, max_num_seqs=9)[0])
     assert sizes.rows == (1, 2, 4, 8, 16) and sizes.budgets == (0, 8, 16, 32) and sizes.pieces == 8
@@ -252,7 +240,7 @@ def test_what_is_allocated_is_what_the_arithmetic_says():
     there = [m._there for m in (rows._inputs, rows._tables, rows._bias, rows._floors, rows._prompt)]
     found = {"rows": held(rows.state, set()) + sum(x.nbytes for x in there), "step buffers": 0}
     seen: set[int] = set()
-    found["step buffers"] = sum(held(x, seen) for x in vars(buffers).values())
+    found["step buffers"] = sum(held(x, seen) for x in (*vars(buffers).values(), buffers.forms.bits, buffers.forms.lines))
     assert found == dict(keys.step_memory(sizes, 3, some.parts.vocab))
 
 
@@ -340,3 +328,33 @@ def test_the_likeliest_tokens_of_the_rows_that_ask_are_those_of_the_cpu_engine()
         )
         assert {i for i, _ in top[:1]} <= {i for i, _ in others}
         assert all(abs(v - dict(others).get(i, v)) < 0.5 for i, v in top)
+
+
+FORMS = (
+    {"type": "regex", "regex": r"(yes|no), [0-9]{3,5}\."},
+    {
+        "type": "json_schema",
+        "json_schema": {"schema": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+    },
+)
+
+
+@pytest.mark.parametrize("budget", [0, 8])
+def test_answers_with_a_form_have_it_beside_rows_without_one(budget):
+    pytest.importorskip("xgrammar")
+    some = engine(tree_budget=budget, max_num_seqs=3)
+    asks = [
+        (text(40), ask(max_tokens=20, response_format=FORMS[0])),
+        (text(30), ask(max_tokens=12)),
+        (text(70), ask(max_tokens=24, response_format=FORMS[1], temperature=0.8, seed=2)),
+        (text(20), ask(max_tokens=15, response_format=FORMS[0], temperature=1.0, seed=5)),
+    ]
+    got = decode(some, asks)
+    for tokens, one in zip(got, asks, strict=True):
+        agree(tokens, *one)
+    words = host().tokenizer
+    for tokens, (_, params) in zip(got, asks, strict=True):
+        answer = words.decode([t for t in tokens if t < 7936])
+        if params.response_format == FORMS[0]:
+            assert re.fullmatch(r"(yes|no), [0-9]{3,5}\.", answer)
+    some.close()

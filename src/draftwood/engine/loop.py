@@ -152,7 +152,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Launch as many steps as may fly, read the oldest and return what it added to each request; nothing when there
         was nothing to run."""
-        while len(self._flights) <= self.ahead and (flight := self._launch()) is not None:
+        while len(self._flights) <= self._reach and (flight := self._launch()) is not None:
             self._flights.append(flight)
         if not self._flights:
             return []
@@ -160,6 +160,12 @@ class Engine:
         while self.scheduler.idle and self._flights:  # steps of rows that have ended meanwhile
             self._read(self._flights.popleft())
         return outputs
+
+    @property
+    def _reach(self) -> int:
+        """How many steps may fly: grammars have to see what each step commits before the next."""
+        formed = any(seq.request.params.grammar is not None for seq in self.scheduler.running.values())
+        return 0 if formed else self.ahead
 
     def _launch(self) -> _Flight | None:
         """Plan a step and launch it; None when nothing can run before a flying step is read."""

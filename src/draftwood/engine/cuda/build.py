@@ -25,6 +25,7 @@ from draftwood.model.weights import load_drafter, load_target
 from draftwood.parallel.comm import Comm
 from draftwood.parallel.layout import Layout
 from draftwood.spec.bigram import Bigram
+from draftwood.spec.grammar import Grammars
 
 _BF16 = torch.bfloat16
 
@@ -36,6 +37,7 @@ def start(
     folders: tuple[Path | None, Path | None],
     bigram: Bigram | None,
     comm: Comm,
+    grammars: Grammars | None,
 ) -> tuple[CudaParts, CudaStepper]:
     """Load and allocate on this process's GPU; see `build`. Raises ConfigError for a bad checkpoint, too little memory, and more
     than one rank."""
@@ -45,7 +47,7 @@ def start(
         )
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        parts = build(plan, config, drafter, folders, bigram, comm, device)
+        parts = build(plan, config, drafter, folders, bigram, comm, device, grammars)
         stepper = CudaStepper(parts, plan)
         stepper.calibrate()
         return parts, stepper
@@ -65,6 +67,7 @@ def build(
     bigram: Bigram | None,
     comm: Comm,
     device: torch.device,
+    grammars: Grammars | None = None,
 ) -> CudaParts:
     """Load and allocate. folders: of target and drafter, None for random weights. Raises ConfigError for a bad checkpoint."""
     options, drafter = plan.options, drafter if plan.block else None
@@ -79,6 +82,7 @@ def build(
         vocab=config.vocab_size,
         stop_ids=config.stop_ids,
         positions=config.max_position,
+        grammars=grammars,
         options=GrowOptions(caps=caps(options), spine=options.tree_spine),
         table=table(bigram, device) if bigram is not None and drafter is not None else None,
         noise=options.noise,

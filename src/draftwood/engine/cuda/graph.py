@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwood.config import STAGES
 from draftwood.engine.cuda.auto import AutoTrees
-from draftwood.engine.cuda.record import Launch
+from draftwood.engine.cuda.forms import Forms
 from draftwood.engine.cuda.state import DeviceRows, Fields, carve, carved_bytes
 from draftwood.engine.step import Common
 from draftwood.kernels.accept import op as accept_op
@@ -30,6 +30,7 @@ from draftwood.kv.store import DraftStore, LatentStore
 from draftwood.model.cuda.drafter import CudaDrafter, Draft
 from draftwood.model.cuda.keys import PIECE, Key, Sizes
 from draftwood.model.cuda.target import CudaTarget
+from draftwood.spec.grammar import Grammars
 
 
 @dataclass(kw_only=True)
@@ -87,7 +88,7 @@ class Results:
 class Buffers:
     """Memory of a step beside the models' own, for the largest key; smaller ones use its first rows."""
 
-    def __init__(self, sizes: Sizes, vocab: int, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, vocab: int, device: torch.device, grammars: Grammars | None = None) -> None:
         places, keys = sizes.places, sizes.keys()
         tokens = max(sizes.bucket(key).tokens for key in keys)
         verified = max(sizes.bucket(key).verified for key in keys)
@@ -102,6 +103,7 @@ class Buffers:
         self.results = torch.zeros(carved_bytes(Results.fields(places, sizes.path)), dtype=torch.uint8, device=device)
         depth = max(sizes.block - 1, 1)
         self.candidates = tree_op.allocate(sizes.rows[-1], depth, vocab, device) if sizes.block else None
+        self.forms = Forms(verified, vocab, device, grammars)
         self.chain = torch.arange(PIECE, device=device).repeat(max(sizes.pieces, 1), 1)
         """The path of a piece: all its nodes."""
 
@@ -115,7 +117,8 @@ def _first(record: object, rows: int, **whole: Tensor) -> dict[str, Tensor]:
 class CudaStep:
     """The launches of one key, by stage. Views of the buffers are made once."""
 
-    def __init__(self, parts: CudaParts, rows: DeviceRows, buffers: Buffers, sizes: Sizes, key: Key) -> None:
+    def __init__(self, parts: CudaParts, rows: DeviceRows, buffers: Buffers, sizes: Sizes, key: Key, masked: bool = False) -> None:
+        """masked: some rows' choices are kept to grammars."""
         self.parts, self.rows, self.buffers, self.sizes, self.key = parts, rows, buffers, sizes, key
         bucket = sizes.bucket(key)
         r, t, m = bucket.rows, bucket.tokens, bucket.verified
@@ -132,7 +135,8 @@ class CudaStep:
         at = self.verified if key.prompts else self.flat
         forced = rows.given("forced", r) if key.prompts else None
         t3 = (self.trees.tokens, self.trees.parents, self.trees.depths)
-        self.nodes = Nodes(*t3, self.lengths, at.rows[:m], at.nodes[:m], forced)
+        masks = (buffers.forms.bits, buffers.forms.lines[:m]) if masked else (None, None)
+        self.nodes = Nodes(*t3, self.lengths, at.rows[:m], at.nodes[:m], forced, *masks)
         self.knobs = tree_op.knobs(parts.options, sizes.block - 1, parts.target.device) if self.drafts else None
         self._bind_drafts(key)
 
@@ -155,9 +159,19 @@ class CudaStep:
         for launch in self.stages.values():
             launch()
 
-    def stage(self, name: str) -> Launch:
-        """What one stage launches."""
-        return self.stages[name]
+    def plant(self) -> None:
+        """Launch what comes before the target."""
+        self._draft()
+        self._tree()
+
+    def verify(self) -> None:
+        """Launch the target."""
+        self._verify()
+
+    def finish(self) -> None:
+        """Launch what comes after the target."""
+        self._accept()
+        self._commit()
 
     def _draft(self) -> None:
         rows, r, f = self.rows, self.places, self.key.rows

@@ -106,6 +106,14 @@ class _Row:
 
 
 @dataclass(frozen=True)
+class HostPlaces:
+    """Of each place: is it a piece of a prompt, and does it return tokens (0 or 1)."""
+
+    forced: NDArray[np.bool_]
+    emits: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class Staged:
     """A step as its graph sees it: the graph's key, and the place whose result is each plan row's."""
 
@@ -230,6 +238,11 @@ class DeviceRows:
         self._tables.send()
         self.state.lengths[:rows] = context
         self.state.roots[:rows] = (torch.arange(rows, device=self.device) * 7919 + 17) % self.vocab
+
+    def host_places(self, live: int) -> HostPlaces:
+        """What was sent last about the first `live` places."""
+        host = self._inputs.host
+        return HostPlaces(host["forced"][:live].astype(bool), host["emits"][:live].astype(np.int64))
 
     def logprobs(self, row: int) -> int:
         """How many log-probabilities a row wants beside the chosen token's."""

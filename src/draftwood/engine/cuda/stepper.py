@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftwood.config import Plan
 from draftwood.engine.cuda.auto import AutoTrees
+from draftwood.engine.cuda.forms import HostTrees
 from draftwood.engine.cuda.graph import Buffers, CudaParts, CudaStep, Results
 from draftwood.engine.cuda.record import Graphs, Immediate, Launch, Recorder
 from draftwood.engine.cuda.state import DeviceRows, Staged, carve_host, pinned
@@ -21,6 +22,7 @@ from draftwood.engine.step import StepResult
 from draftwood.errors import RequestError
 from draftwood.model.cuda.keys import Key, Sizes
 from draftwood.spec.accept import Path
+from draftwood.spec.grammar import Constraint
 from draftwood.spec.tree import Tree
 
 FEW = 16
@@ -43,7 +45,7 @@ class CudaStepper:
             parts.drafter.reserve(self.sizes.all_draft_buckets(parts.draft_kv.keys.shape[2]))
         self.rows = DeviceRows(self.sizes, plan.max_num_seqs, parts.kv.sink, parts.vocab, self.device, parts.noise, parts.stop_ids)
         self.auto = parts.auto
-        self.buffers = Buffers(self.sizes, parts.vocab, self.device)
+        self.buffers = Buffers(self.sizes, parts.vocab, self.device, parts.grammars)
         self.recorder: Recorder = Graphs(self.device) if graphs else Immediate()
         self.prints = False
         """Whether results tell the bits of the logits behind every committed token."""
@@ -51,13 +53,13 @@ class CudaStepper:
         """Set to a list to collect events before and behind the graph of each step."""
         self._steps: dict[Key, CudaStep] = {}
         self._launches: dict[Key, Launch] = {}
+        self._masked: dict[Key, tuple[CudaStep, list[Launch]]] = {}
+        """Steps with grammars: before the target, the target, and after it."""
 
     def refuse(self, params: SamplingParams) -> None:
         """Raise RequestError for what the kernels do not know yet."""
         if params.tree_budget == "auto" and self.auto is None and self.plan.block:
             raise RequestError("tree_budget auto needs an engine that was started with --tree-budget auto on a GPU", "tree_budget")
-        if params.grammar is not None:
-            raise RequestError(f"{params.grammar.param} is not supported on --device cuda yet", params.grammar.param)
 
     def step_of(self, key: Key) -> CudaStep:
         """The launches of a key."""
@@ -79,6 +81,10 @@ class CudaStepper:
         plan = plan if self.auto is None else self.auto.sized(plan)
         for start in plan.starts:
             self._restore(start)
+            self.buffers.forms.begin(start)
+        formed = self.buffers.forms.of(plan)
+        if formed:
+            return self._launch_formed(self.buffers.forms.fitted(plan, list(formed)), formed, trace)
         staged = self.stage(plan)
         launch = self._launches[staged.key]
         if self.marks is None:
@@ -88,7 +94,36 @@ class CudaStepper:
             self.marks[-1][0].record()
             launch()
             self.marks[-1][1].record()
-        return self._fetch(plan, staged, trace)
+        return self._fetch(plan, staged, self.step_of(staged.key), trace)
+
+    def _launch_formed(self, plan: StepPlan, formed: dict[int, Constraint], trace: bool) -> Flying:
+        """The same for a step with grammars: the host reads the trees and sends masks while the target runs."""
+        key = self.rows.key(plan)
+        step, (plant, verify, finish) = self._masked_step(key)
+        staged = self.rows.stage(plan, key)
+        live = max(staged.results) + 1
+        plant()
+        arrays = [
+            self._copy(x[:live].reshape(-1).view(torch.uint8)) for x in (step.trees.tokens, step.trees.parents, step.trees.counts)
+        ]
+        grown = self._event()
+        verify()
+        if grown is not None:
+            grown.synchronize()
+        tokens, parents, counts = (x.numpy().view(np.int64).reshape(live, -1) for x in arrays)
+        ended = self.rows.host_places(live)
+        trees = HostTrees(tokens, parents, counts[:, 0], ended.forced)
+        verified = np.where(ended.forced, ended.emits, counts[:, 0])
+        self.buffers.forms.tell(formed, trees, np.cumsum(verified) - verified, staged.results)
+        finish()
+        return self._fetch(plan, staged, step, trace, formed)
+
+    def _masked_step(self, key: Key) -> tuple[CudaStep, list[Launch]]:
+        if key not in self._masked:
+            self.rows.silence()
+            step = CudaStep(self.parts, self.rows, self.buffers, self.sizes, key, masked=True)
+            self._masked[key] = step, [self.recorder.record(part) for part in (step.plant, step.verify, step.finish)]
+        return self._masked[key]
 
     def stage(self, plan: StepPlan) -> Staged:
         """Make the device ready for a plan's graph."""
@@ -126,8 +161,17 @@ class CudaStepper:
         staged.copy_(torch.from_numpy(at.ravel()[: start.cached]))
         window.restore(start.row, staged.to(self.device, non_blocking=True))
 
-    def _fetch(self, plan: StepPlan, staged: Staged, trace: bool) -> Flying:
-        step = self.step_of(staged.key)
+    def _event(self) -> torch.cuda.Event | None:
+        """A mark behind what was launched; None on a CPU, where it has been done."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(blocking=False)
+        event.record()
+        return event
+
+    def _fetch(
+        self, plan: StepPlan, staged: Staged, step: CudaStep, trace: bool, formed: dict[int, Constraint] | None = None
+    ) -> Flying:
         raw = self._copy(step.results.raw)
         live = max(staged.results) + 1
         trees = step.trees
@@ -135,11 +179,7 @@ class CudaStepper:
         arrays = [self._copy(x[:live].reshape(-1).view(torch.uint8)) for x in nodes]
         prints = self._copy(self._prints(step).view(-1).view(torch.uint8)) if self.prints else None
         top = self._likeliest(plan, staged, step)
-        done = None
-        if self.device.type == "cuda":
-            done = torch.cuda.Event(blocking=False)
-            done.record()
-        return Flying(self.auto, plan, staged, step.places, self.sizes.path, raw, arrays, prints, top, done)
+        return Flying(self.auto, plan, staged, step.places, self.sizes.path, raw, arrays, prints, top, formed or {}, self._event())
 
     def _likeliest(self, plan: StepPlan, staged: Staged, step: CudaStep) -> Likeliest | None:
         """Look for the likeliest tokens of the rows that want them, a few rows of logits at a time; None where no row does."""
@@ -205,6 +245,8 @@ class Flying:
     arrays: list[Tensor]
     prints: Tensor | None
     top: Likeliest | None
+    formed: dict[int, Constraint]
+    """Grammars by place in the plan; they follow what was committed."""
     done: torch.cuda.Event | None
 
     def read(self) -> StepResult:
@@ -217,6 +259,8 @@ class Flying:
         forced = chunks > 0
         if self.auto is not None:
             self.auto.learn(self.plan, views["nodes"][at], int(views["expected"][0]))
+        for i, constraint in self.formed.items():
+            constraint.commit(views["tokens"][at[i], : views["emitted"][at[i]]].tolist())
         nodes, counts = np.where(forced, chunks, views["nodes"][at]), np.where(forced, chunks, views["counts"][at])
         path = Path(
             nodes=torch.from_numpy(self._paths(views["path"][at], chunks)),

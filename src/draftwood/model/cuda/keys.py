@@ -20,6 +20,8 @@ BIASES = 1024
 """Most entries of a request's logit_bias (engine/request.py)."""
 FLOOR_IDS = 1024 + 64
 """Most end tokens of a request with min_tokens: its own and the model's."""
+LINES = 1024
+"""Most nodes of a step that grammars may have a mask for."""
 PIECE = PAGE_SIZE
 """Most tokens of a piece: what a chunk committed does not depend on where it was cut, for it is always cut here."""
 
@@ -131,7 +133,8 @@ def step_memory(sizes: Sizes, rows: int, vocab: int) -> Table:
     results = 16 + 5 * _up(places * 8) + 2 * _up(places * sizes.path * 8) + _up(places * sizes.path * 4)
     depth = sizes.block - 1
     candidates = sizes.rows[-1] * depth * (segments * (64 * 8 + 8) + 64 * 12 + 4) if sizes.block else 0
-    return (("rows", state), ("step buffers", trees + flat + accept + chosen + results + candidates))
+    masks = 4 * verified + LINES * 4 * -(-vocab // 32)
+    return (("rows", state), ("step buffers", trees + flat + accept + chosen + results + candidates + masks))
 
 
 def _up(size: int) -> int:
