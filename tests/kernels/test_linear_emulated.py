@@ -69,9 +69,8 @@ def test_forms_for_small_shared_memory_and_every_width_give_the_same_bits() -> N
     shape = Shape(480, 1536)
     x, weight, _ = _make(shape, 20)
     want = op.linear(x, weight)
-    ahead = plan.Style(0.5, 1 << 20, True)
-    forms = [plan.stream_form(shape, plan.PRO_6000, ahead)]
-    forms += [plan.wide_form(shape, t, machine, ahead) for t in plan.TILES for machine in (plan.H200, plan.PRO_6000)]
+    forms = [plan.stream_form(shape, plan.PRO_6000)]
+    forms += [f for t in plan.TILES for machine in (plan.H200, plan.PRO_6000) for f in plan.wide_forms(shape, t, machine)]
     for form in dict.fromkeys(forms):
         assert torch.equal(op.linear(x, weight, form=form), want), form
 

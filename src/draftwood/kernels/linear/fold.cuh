@@ -35,13 +35,6 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint4& a, u32 b0, u32 b
   const u32 w[4] = {a.x, a.y, a.z, a.w};
   mma(d, w, b0, b1);
 }
-// Weights on their way to L2: a hint, one lane asks for a whole range (multiples of 16 bytes).
-__device__ __forceinline__ void fetch_to_l2(bool on, const void* from, u32 bytes) {
-#ifndef EMULATION
-  asm volatile("{ .reg .pred p; setp.ne.u32 p,%2,0; @p cp.async.bulk.prefetch.L2.global [%0],%1; }"
-               ::"l"(from), "r"(bytes), "r"((u32)on) : "memory");
-#endif
-}
 #ifdef EMULATION
 // Blocks run one after another: each leaves its shared memory behind, and the last one folds for all.
 static unsigned char left_behind[CLUSTER][emulated::SHARED];

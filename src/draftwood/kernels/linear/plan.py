@@ -24,31 +24,26 @@ RESERVED = 1024
 
 @dataclass(frozen=True)
 class Machine:
-    """block: most shared memory of a block; total: of a multiprocessor, bytes; count: multiprocessors."""
+    """block: most shared memory of a block; total: of a multiprocessor, bytes; parts: multiprocessors of each part of the
+    machine, none of which a cluster may leave (guessed; an H200's hold as many clusters of 4 and 8 as these)."""
 
     block: int
     total: int
-    count: int
+    parts: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Multiprocessors."""
+        return sum(self.parts)
+
+    def slots(self, resident: int, cluster: int) -> int:
+        """Blocks that run at once, with `resident` on each multiprocessor, in whole clusters."""
+        return sum(part * resident // cluster for part in self.parts) * cluster
 
 
-H200 = Machine(232_448, 233_472, 132)
-B300 = Machine(232_448, 233_472, 148)
-PRO_6000 = Machine(101_376, 102_400, 188)
-
-
-@dataclass(frozen=True)
-class Style:
-    """What may be tuned, and changes no bit. room: shared memory that a kernel's blocks take of a multiprocessor, as a share: at
-    one half the next kernel's blocks fit beside them and fetch their weights early. prefetch: bytes of the weight asked for in L2
-    before the kernel waits for its predecessor; rolling: and as far ahead all the way."""
-
-    room: float = 1.0
-    prefetch: int = 0
-    rolling: bool = False
-
-    def ahead(self, parts: int, steps: int) -> int:
-        """K64 steps that each of so many 16-row parts asks for, at most the `steps` that its ring does not hold."""
-        return max(0, min(-(-self.prefetch // (parts * 2048)), steps))
+H200 = Machine(232_448, 233_472, (18, 18, 18, 18, 16, 16, 14, 14))
+B300 = Machine(232_448, 233_472, (20, 20, 18, 18, 18, 18, 18, 18))
+PRO_6000 = Machine(101_376, 102_400, (16,) * 11 + (12,))
 
 
 @dataclass(frozen=True)
@@ -78,8 +73,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Form:
-    """One compiled kernel and how it is launched. macros: sorted pairs; shared: bytes; rows: of weights per block; ahead: K64 steps
-    of each part asked for in L2 beyond the ring, at the start, or (rolling) all the way."""
+    """One compiled kernel and how it is launched. macros: sorted pairs; shared: bytes; rows: of weights per block."""
 
     entry: str
     macros: tuple[tuple[str, int], ...]
@@ -88,8 +82,6 @@ class Form:
     rows: int
     tokens: int
     cluster: int
-    ahead: int = 0
-    rolling: bool = False
 
     def grid(self, shape: Shape, n: int) -> tuple[int, int, int]:
         """Blocks: (cluster along K, groups of tokens, heads x groups of rows)."""
@@ -108,38 +100,41 @@ def segments(shape: Shape) -> int:
     return s
 
 
-IN_FLIGHT = 40_000
+IN_FLIGHT = 60_000
 """Bytes that a multiprocessor must have on their way to keep the memory of an H200 busy."""
-WAVE = 60_000
-"""What the start of another wave of blocks costs, as bytes that a multiprocessor could have read."""
+RINGS = 200_000
+"""Bytes of rings on a multiprocessor beyond which the stream kernel was seen to slow down."""
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """A candidate: blocks of `warps` warps, each of which has a ring of `depth` steps of `piece` bytes."""
+    """A candidate: `blocks` blocks of `tiles` row tiles and `warps` warps, each with a ring of `depth` steps of `piece` bytes."""
 
+    tiles: int
     warps: int
     resident: int
     blocks: int
     depth: int
     x_steps: int = 0
 
-    def first(self, machine: Machine) -> int:
-        """Blocks of the first wave."""
-        return min(self.blocks, self.resident * machine.count)
+    def load(self, cluster: int, machine: Machine) -> float:
+        """Row tiles that the busiest multiprocessor multiplies; more when some of them must wait for others to end."""
+        slots = machine.slots(self.resident, cluster)
+        waves, rest = divmod(self.blocks, slots)
+        used = max(slots // self.resident, 1)  # multiprocessors that clusters reach
+        return (waves * self.resident + -(-rest // used)) * self.tiles * (1 + (0.1 / self.resident if self.blocks > slots else 0))
 
-    def cost(self, unit: int, piece: int, cluster: int, machine: Machine) -> float:
-        """Bytes that the busiest multiprocessor reads, and what else costs as much. unit: bytes of a warp's part of the weight."""
-        count = machine.count if cluster < 4 else machine.count // 4 * 4 - 4  # larger clusters leave some multiprocessors unused
-        waves, rest = divmod(self.blocks, count * self.resident)
-        load = (waves * self.resident + -(-rest // count)) * self.warps * unit
-        on_one = min(self.resident, -(-self.blocks // count))
-        starved = max(1.0, IN_FLIGHT / (on_one * self.warps * (self.depth - 1) * piece))
-        return load * starved**0.5 + WAVE * max(waves + (rest > 0) - 1, 0) / self.resident
+    def together(self, machine: Machine) -> int:
+        """Blocks that are on a multiprocessor at once."""
+        return min(self.resident, -(-self.blocks // machine.count))
+
+    def starved(self, piece: int, machine: Machine) -> float:
+        """How much too few bytes are on their way, 1 for enough."""
+        return max(1.0, IN_FLIGHT / (self.together(machine) * self.warps * (self.depth - 1) * piece))
 
 
 @functools.cache
-def stream_form(shape: Shape, machine: Machine = H200, style: Style = Style()) -> Form:
+def stream_form(shape: Shape, machine: Machine = H200) -> Form:
     """Return the stream kernel's form: S warps along K in a block, or in a cluster when there are few row tiles."""
     s, cluster = segments(shape), 1
     while cluster < s and shape.tiles * cluster < 96:
@@ -149,17 +144,18 @@ def stream_form(shape: Shape, machine: Machine = H200, style: Style = Style()) -
     for n_warps in range(1, max(1, 8 // k_warps) + 1):
         warps, blocks = k_warps * n_warps, -(-shape.outputs // (16 * n_warps)) * shape.heads * cluster
         for resident in range(1, min(16, STREAM_WARPS // warps) + 1):
-            room = min(machine.block, int(machine.total * style.room / resident) - RESERVED)
+            room = min(machine.block, min(machine.total, RINGS) // resident - RESERVED)
             depths = [d for d in (3, 4, 6, 8, 12) if d * warps * 2048 <= room and (d <= steps or d == 3)]
             if depths:
-                fits.append(_Fit(warps, resident, blocks, depths[-1]))
-    even = shape.tiles * s * steps * 2048 / machine.count  # bytes of each multiprocessor; 2 % more for fewer, larger blocks
-    best = min(fits, key=lambda f: (round(f.cost(steps * 2048, 2048, cluster, machine) / even * 50), -f.warps))
+                fits.append(_Fit(n_warps, warps, resident, blocks, depths[-1]))
+    even = shape.tiles * cluster / machine.count  # 2 % more for fewer, larger blocks
+    best = min(
+        fits, key=lambda f: (round(f.load(cluster, machine) * f.starved(2048, machine) ** 0.5 / even * 50), -f.warps, f.resident)
+    )
     n_warps, depth = best.warps // k_warps, best.depth
     shared = max(best.warps * depth * 2048, k_warps * 8 * (n_warps * 16 + 4) * 4)
     macros = _macros(shape, CLUSTER=cluster, KWARPS=k_warps, NWARPS=n_warps, DEPTH=depth)
-    ahead = style.ahead(best.first(machine) * best.warps, steps - depth)
-    return Form("linear_stream", macros, 32 * best.warps, shared, 16 * n_warps, 8, cluster, ahead, style.rolling)
+    return Form("linear_stream", macros, 32 * best.warps, shared, 16 * n_warps, 8, cluster)
 
 
 def _wide_shared(warps: int, tiles: int, depth: int, x_steps: int) -> int:
@@ -167,44 +163,59 @@ def _wide_shared(warps: int, tiles: int, depth: int, x_steps: int) -> int:
     return max(ring, tiles * 8 * (warps * 32 + 4) * 4)
 
 
+ALONE = (1.2, 1.05, 1.0)
+"""What it costs that none, or one other block works while one waits at its barrier."""
+
+
 @functools.cache
-def wide_form(shape: Shape, tiles: int, machine: Machine = H200, style: Style = Style(), passes: int = 1) -> Form:
-    """Return the wide kernel's form for `passes` times 8 * `tiles` rows of x: a cluster of S blocks along K, and as many warps in
-    each as load the multiprocessors evenly."""
+def wide_forms(shape: Shape, tiles: int, machine: Machine = H200, passes: int = 1) -> tuple[Form, ...]:
+    """Return the wide kernel's forms for `passes` times 8 * `tiles` rows of x, one for each number of resident blocks, the
+    cheapest first: clusters of S blocks along K, with as many row tiles in each block as load the multiprocessors evenly."""
     s = segments(shape)
-    steps, room = -(-shape.steps // s), machine.total * (style.room if tiles <= 9 else 1)
     fits = []
-    for warps in range(1, 10) if tiles <= 9 else range(3, 9):  # many tiles: registers for no more, and x pointers for no fewer
-        blocks = -(-shape.outputs // (32 * warps)) * shape.heads * s * passes
-        for resident in range(1, min(8, TILES[tiles] // warps) + 1):
+    for block in (
+        range(2, 19) if tiles <= 3 else range(3, 19) if tiles <= 9 else range(5, 17)
+    ):  # registers hold no more, and no fewer
+        warps, blocks = -(-block // 2), -(-shape.outputs // (16 * block)) * shape.heads * s * passes
+        for resident in range(1, min(6, TILES[tiles] // warps) + 1):
             for depth in (3, 4, 5, 6):
                 for x_steps in (1, 2, 4):
                     shared = _wide_shared(warps, tiles, depth, x_steps)
-                    if (shared + RESERVED) * resident <= room and shared <= machine.block and x_steps * tiles <= max(10, tiles):
-                        fits.append(_Fit(warps, resident, blocks, depth, x_steps))
+                    fitting = (shared + RESERVED) * resident <= machine.total and shared <= machine.block
+                    if fitting and x_steps * tiles <= max(10, tiles):
+                        fits.append(_Fit(block, warps, resident, blocks, depth, x_steps))
 
-    def cost(f: _Fit) -> tuple[int, int, int, int]:
+    def cost(f: _Fit) -> tuple[float, int, int, int]:
         """x goes to every block: fewer, larger ones read less of it. Then rings of up to 4 steps, fewer barriers, longer rings."""
-        bytes_ = f.cost(steps * 4096, 4096, s, machine) * (1 + 0.04 * tiles / f.warps)
-        return round(bytes_), -min(f.depth, 4), -f.x_steps, -f.depth
+        alone = ALONE[min(f.together(machine), len(ALONE)) - 1]
+        share = 1 + 0.08 * tiles / f.tiles + 0.02 * tiles * (f.tiles % 2) / f.tiles
+        total = f.load(s, machine) * f.starved(4096, machine) ** 0.5 * alone * share
+        return round(total, 2), -min(f.depth, 4), -f.x_steps, -f.depth
 
-    best = min(fits, key=cost)
-    macros = _macros(shape, CLUSTER=s, TILES=tiles, WARPS=best.warps, DEPTH=best.depth, XSTEPS=best.x_steps)
-    shared = _wide_shared(best.warps, tiles, best.depth, best.x_steps)
-    ahead = style.ahead(2 * best.first(machine) * best.warps, steps - best.depth + 1)
-    return Form("linear_wide", macros, 32 * best.warps, shared, 32 * best.warps, 8 * tiles, s, ahead, style.rolling)
+    found: dict[int, Form] = {}
+    for best in sorted(fits, key=cost):
+        macros = _macros(shape, CLUSTER=s, TILES=tiles, BLOCK=best.tiles, DEPTH=best.depth, XSTEPS=best.x_steps)
+        shared = _wide_shared(best.warps, tiles, best.depth, best.x_steps)
+        found.setdefault(best.resident, Form("linear_wide", macros, 32 * best.warps, shared, 16 * best.tiles, 8 * tiles, s))
+    return tuple(found.values())
 
 
 def _macros(shape: Shape, **given: int) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((given | {"GLU": int(shape.glu), "TAIL": int(shape.inputs % 64 != 0)}).items()))
 
 
-def form_for(shape: Shape, n: int, machine: Machine = H200, style: Style | None = None) -> Form:
-    """Return what runs `n` rows of x (the capacity; the actual number may be smaller). n > 128 takes several passes."""
+def forms_for(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]:
+    """Return what may run `n` rows of x (the capacity; the actual number may be smaller), the form in use first. More than 128
+    rows take several passes."""
     if n <= STREAM_ROWS:
-        return stream_form(shape, machine, style or Style())
+        return (stream_form(shape, machine),)
     tiles = next((t for t in TILES if 8 * t >= n), max(TILES))
-    return wide_form(shape, tiles, machine, style or Style(), 1 if n <= MAX_ROWS else MANY)
+    return wide_forms(shape, tiles, machine, 1 if n <= MAX_ROWS else MANY)
+
+
+def form_for(shape: Shape, n: int, machine: Machine = H200) -> Form:
+    """Return what runs `n` rows of x."""
+    return forms_for(shape, n, machine)[0]
 
 
 def target_shapes(world: int, hidden: int, heads: int, q_lora: int, kv_lora: int, nope: int, rope: int, v: int,
@@ -247,7 +258,7 @@ def k26_shapes(world: int = 1) -> dict[str, Shape]:
 
 def nano_shapes(world: int = 1) -> dict[str, Shape]:
     """The bundled model and its drafter."""
-    target = target_shapes(world, 384, 8, 128, 96, 32, 16, 32, 128, 768, 8192)
+    target = target_shapes(world, 384, 8, 128, 96, 32, 16, 32, 128, 576, 8192)
     return target | drafter_shapes(world, 384, 3, 8, 2, 64, 640, 3 * 384)
 
 

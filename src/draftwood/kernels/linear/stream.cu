@@ -14,11 +14,10 @@
 
 // Grid (CLUSTER, ceil(n / 8), heads * groups), groups = ceil(N / 16 / NWARPS).  Head h multiplies x + h*x_head by
 // w + h*N*T*128 B into y + h*y_head; strides count elements.  rows: null, or where the device keeps the actual n.
-// ahead: K64 steps of a warp's weights asked for in L2 beyond its ring before the wait; rolling: and so far ahead all the way.
 // Shared memory: max(NWARPS*KWARPS*DEPTH*2048, KWARPS*8*(NWARPS*16+4)*4) bytes.
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(32 * NWARPS * KWARPS)
 linear_stream(const unsigned char* W, const bf16* X, void* Y, const bf16* residual, const int* rows, int n, int N, int K,
-              int groups, long long x_stride, long long x_head, long long y_stride, long long y_head, int wide, int ahead, int rolling) {
+              int groups, long long x_stride, long long x_head, long long y_stride, long long y_head, int wide) {
   DYNAMIC_SHARED(unsigned char, smem);
   const u32 ring0 = shared_address(smem);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
@@ -37,7 +36,6 @@ linear_stream(const unsigned char* W, const bf16* X, void* Y, const bf16* residu
     for (int k = 0; k < 4; k++) copy16_if(i < m, ring + i * 2048 + k * 512, w + k * 512);
     w += 2048; copy_commit();
   }
-  fetch_to_l2(lane == 0 && ahead && m > DEPTH, w, min(ahead, m - DEPTH) * 2048);
   pdl_wait();                                    // weights do not depend on the kernel before; x and rows do
   pdl_go();
   if (rows) n = min(n, load_int(rows));
@@ -66,7 +64,6 @@ linear_stream(const unsigned char* W, const bf16* X, void* Y, const bf16* residu
     mma(acc, w2, a1.x, a1.y); mma(acc, w3, a1.z, a1.w);
 #pragma unroll
     for (int k = 0; k < 4; k++) copy16_if(i + DEPTH < m, ring + o + k * 512, w + k * 512);
-    fetch_to_l2(rolling && lane == 0 && i + DEPTH + ahead < m, w + ahead * 2048, 2048);
     w += 2048; copy_commit();
     o = o == (DEPTH - 1) * 2048 ? 0 : o + 2048;
     a0 = b0; a1 = b1; b0 = c0; b1 = c1;

@@ -1,7 +1,8 @@
-"""Time every style of `linear` at K2.6's projections, unattended: `python -m draftwood.kernels.linear.sweep FILE --seconds S`
+"""Time the forms of `linear` at K2.6's projections, unattended: `python -m draftwood.kernels.linear.sweep FILE --seconds S`
 
-FILE gets one JSON line per measured form: the shape, the rows, the style, the form, microseconds, share of the read peak, whether
-its bits are those of the form in use, and the library's time. Forms that are alike are timed once.
+FILE gets one JSON line per measured form: the shape, the rows, the form, microseconds, share of the read peak, whether
+its bits are those of the form in use, and the library's time. The first of a shape and
+number of rows is the one in use.
 """
 
 from __future__ import annotations
@@ -18,15 +19,9 @@ import torch
 
 from draftwood.kernels import case, jit
 from draftwood.kernels.linear import bench, op, plan
-from draftwood.kernels.linear.plan import Form, Shape, Style
+from draftwood.kernels.linear.plan import Form, Shape
 
 ROWS = (9, 65, 1, 33, 17, 128)
-STYLES = tuple(
-    Style(room, ahead, rolling)
-    for room, (ahead, rolling) in itertools.product(
-        (1.0, 0.5, 0.62), ((0, False), (12 << 20, False), (12 << 20, True), (6 << 20, True))
-    )
-)
 
 
 def shapes() -> dict[str, Shape]:
@@ -38,17 +33,9 @@ def shapes() -> dict[str, Shape]:
     return {name: shape for shape, name in found.items()}
 
 
-def forms(shape: Shape, n: int) -> dict[Form, Style]:
-    """The different forms of all styles, the one in use first."""
-    found = {plan.form_for(shape, n): Style()}
-    for style in STYLES:
-        found.setdefault(plan.form_for(shape, n, plan.H200, style), style)
-    return found
-
-
 def build(arch: str, workers: int = 16) -> int:
     """Compile everything that the sweep measures; return how many kernels."""
-    different = {(f.entry, f.macros): f for shape in shapes().values() for n in ROWS for f in forms(shape, n)}
+    different = {(f.entry, f.macros): f for shape in shapes().values() for n in ROWS for f in plan.forms_for(shape, n)}
     first, *rest = [op.source(form) for form in different.values()]
     jit.build(first, arch)  # imports the compiler, which threads must not do at once
     with ThreadPoolExecutor(workers) as pool:
@@ -66,7 +53,7 @@ def measure(name: str, shape: Shape, n: int, device: torch.device, peak: float) 
     want = op.linear(x, weights[-1])
     rival = case.time_graph(run.rival, run.calls, 5) if run.rival else None
     lines = []
-    for form, style in forms(shape, n).items():
+    for form in plan.forms_for(shape, n):
         out = torch.empty_like(want)
 
         def launch(form: Form = form, out: torch.Tensor = out) -> None:
@@ -75,10 +62,9 @@ def measure(name: str, shape: Shape, n: int, device: torch.device, peak: float) 
 
         us = case.time_graph(launch, len(weights), 5)
         same = torch.equal(out.view(torch.int16), want.view(torch.int16))
-        lines.append({
-            "case": name, "rows": n, "style": vars(style), "entry": form.entry, **dict(form.macros), "ahead": form.ahead,
-            "us": us, "of_peak": op.bytes_moved(shape, n) / (us * 1e-6) / peak, "same_bits": same, "rival_us": rival,
-        })  # fmt: skip
+        share = op.bytes_moved(shape, n) / (us * 1e-6) / peak
+        line = {"case": name, "rows": n, "entry": form.entry, **dict(form.macros), "shared": form.shared}
+        lines.append(line | {"us": us, "of_peak": share, "same_bits": same, "rival_us": rival})
     return lines
 
 

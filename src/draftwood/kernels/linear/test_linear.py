@@ -14,11 +14,6 @@ from draftwood.kernels.linear import op, plan, ref
 from draftwood.kernels.linear.plan import Shape
 
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 40, 41, 63, 64, 65, 72, 73, 127, 128)
-STYLES = [
-    plan.Style(room, ahead, rolling)
-    for room in (0.5, 0.62, 1.0)
-    for ahead, rolling in ((0, False), (12 << 20, False), (12 << 20, True))
-]
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FEW = {
     "q_a": Shape(2112, 7168), "q_b/8": Shape(1536, 1536), "w_uk": Shape(512, 128, 8), "w_uv": Shape(128, 512, 8),
@@ -107,7 +102,7 @@ def test_staged_x_is_read_where_it_was_put_without_bank_conflicts() -> None:
 
 
 def test_partials_are_written_without_bank_conflicts() -> None:
-    for rows in [16 * n + 4 for n in (1, 2, 4)] + [32 * w + 4 for w in (1, 2, 4, 8)]:
+    for rows in [16 * n + 4 for n in range(1, 9)] + [32 * w + 4 for w in range(1, 10)]:
         assert len({(2 * q * rows + g) % 32 for g in range(8) for q in range(4)}) == 32
 
 
@@ -149,9 +144,8 @@ def test_every_form_sums_the_segments_of_its_shape() -> None:
     for shape in _served():
         s = plan.segments(shape)
         assert shape.steps >= s
-        for machine, style in itertools.product((plan.H200, plan.B300, plan.PRO_6000), STYLES):
-            for n in (1, 8, 9, 33, 65, 128, 300):
-                form = plan.form_for(shape, n, machine, style)
+        for machine, n in itertools.product((plan.H200, plan.B300, plan.PRO_6000), (1, 8, 9, 33, 65, 128, 300)):
+            for form in plan.forms_for(shape, n, machine):
                 macros = dict(form.macros)
                 assert macros["CLUSTER"] * macros.get("KWARPS", 1) == s
                 assert form.shared <= machine.block
@@ -159,14 +153,13 @@ def test_every_form_sums_the_segments_of_its_shape() -> None:
                 assert grid[1] < 65536 and grid[2] < 65536
                 assert form.groups(shape) * form.rows >= shape.outputs
                 assert grid[1] * form.tokens >= n
-                assert 0 <= form.ahead <= shape.steps and (style.prefetch or not form.ahead)
 
 
 def test_wide_blocks_load_the_multiprocessors_of_an_h200_evenly() -> None:
     """The busiest multiprocessor has at most a quarter more than its share of every large K2.6 projection."""
     for shape in plan.k26_shapes().values():
         for tiles in (2, 3, 5, 9):
-            form = plan.wide_form(shape, tiles)
+            form = plan.wide_forms(shape, tiles)[0]
             _, _, groups = form.grid(shape, 8 * tiles)
             busiest = -(-groups * form.cluster // plan.H200.count) * form.rows
             if shape.nbytes > 20_000_000:
@@ -261,15 +254,14 @@ class TestOnDevice:
             assert torch.equal(_bits(op.linear(x[order], weight)), _bits(alone[order])), n
 
     @pytest.mark.parametrize("name", ["q_a", "o", "w_uv", "gate_up/8", "nano down", "nano o/8"])
-    def test_every_style_gives_the_same_bits_up_to_a_thousand_rows(self, name: str) -> None:
+    def test_every_form_gives_the_same_bits_up_to_a_thousand_rows(self, name: str) -> None:
         x, weight = _random(FEW[name], 1024)
         want = op.linear(x, weight)
         alone = torch.cat([op.linear(x[i : i + 1].contiguous(), weight) for i in range(0, 1024, 31)])
         assert torch.equal(_bits(alone), _bits(want[::31]))
-        for style in STYLES:
-            for n in (1, 8, 9, 33, 65, 128, 129, 300, 1024):
-                form = plan.form_for(weight.shape, n, style=style)
-                assert torch.equal(_bits(op.linear(x[:n].contiguous(), weight, form=form)), _bits(want[:n])), (style, n)
+        for n in (1, 8, 9, 33, 65, 128, 129, 300, 1024):
+            for form in plan.forms_for(weight.shape, n):
+                assert torch.equal(_bits(op.linear(x[:n].contiguous(), weight, form=form)), _bits(want[:n])), (form, n)
 
     @pytest.mark.parametrize("name", ["q_a", "o", "w_uv", "gate_up/8", "nano down", "nano w_uv"])
     def test_rows_beyond_the_devices_count_are_neither_read_nor_written(self, name: str) -> None:

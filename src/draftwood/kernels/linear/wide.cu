@@ -5,8 +5,8 @@
 #ifndef TILES
 #define TILES 2          // 8-token tiles
 #endif
-#ifndef WARPS
-#define WARPS 4          // 32 rows each
+#ifndef BLOCK
+#define BLOCK 8          // row tiles of 16 in a block
 #endif
 #ifndef DEPTH
 #define DEPTH 4          // K64 steps (4 KB each) in a warp's ring
@@ -15,9 +15,10 @@
 #define XSTEPS 2         // K64 steps between barriers of the block
 #endif
 
+constexpr int WARPS = (BLOCK + 1) / 2;                 // two row tiles each; the last one has one if BLOCK is odd
 constexpr int STEP = 4096, XSLOT = TILES * 1024, AHEAD = DEPTH - 2 + XSTEPS, XSLOTS = AHEAD + XSTEPS;
 
-// Grid (CLUSTER = S, ceil(n / 8 / TILES), heads * groups), groups = ceil(N / 32 / WARPS): with many tokens, neighbouring blocks
+// Grid (CLUSTER = S, ceil(n / 8 / TILES), heads * groups), groups = ceil(N / 16 / BLOCK): with many tokens, neighbouring blocks
 // share their weights; arguments as in stream.cu.
 // Shared memory: max(WARPS*DEPTH*STEP + XSLOTS*XSLOT, TILES*8*(WARPS*32+4)*4) bytes.
 // The 16-byte chunk c of token t lies at chunk c ^ 4*(t&1): reads without bank conflicts.
@@ -25,35 +26,31 @@ constexpr int STEP = 4096, XSLOT = TILES * 1024, AHEAD = DEPTH - 2 + XSTEPS, XSL
 // are complete, and a barrier every XSTEPS steps makes everybody's x visible.
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(32 * WARPS)
 linear_wide(const unsigned char* W, const bf16* X, void* Y, const bf16* residual, const int* rows, int n, int N, int K,
-            int groups, long long x_stride, long long x_head, long long y_stride, long long y_head, int wide, int ahead, int rolling) {
+            int groups, long long x_stride, long long x_head, long long y_stride, long long y_head, int wide) {
   DYNAMIC_SHARED(unsigned char, smem);
   const u32 base = shared_address(smem);
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3;
   constexpr int S = CLUSTER;
   const int s = blockIdx.x, T = (K + 63) >> 6, low = T * s / S, steps = T * (s + 1) / S - low;
   const int head = blockIdx.z / groups, group = blockIdx.z % groups;
-  const int first = blockIdx.y * (TILES * 8), tile = (group * WARPS + warp) * 2, tiles = N >> 4;
+  const int first = blockIdx.y * (TILES * 8), tile = group * BLOCK + warp * 2, tiles = N >> 4;
   const bool on = tile < tiles;
   const unsigned char* w = W + (((long long)head * tiles + (on ? tile : 0)) * T + low) * 2048 + lane * 16;
-  const long long second = tile + 1 < tiles ? (long long)T * 2048 : 0;       // a lone last tile is read twice
+  const bool two = warp * 2 + 1 < BLOCK && tile + 1 < tiles;                 // else nobody reads what becomes of the second
+  const long long second = two ? (long long)T * 2048 : 0;
   const u32 wring = base + warp * (DEPTH * STEP) + lane * 16, xring = base + WARPS * DEPTH * STEP;
   auto load_w = [&](int step, u32 o) {           // step = 0, 1, 2, ...: the pointer runs
     if (on && step < steps) {
 #pragma unroll
       for (int k = 0; k < 4; k++) {
         copy16(wring + o + k * 512, w + k * 512);
-        copy16(wring + o + 2048 + k * 512, w + second + k * 512);
+        copy16_if(two, wring + o + 2048 + k * 512, w + second + k * 512);
       }
     }
     w += 2048;
   };
 #pragma unroll
   for (int i = 0; i < DEPTH - 1; i++) load_w(i, i * STEP);
-  if (ahead && lane == 0 && on && steps >= DEPTH) {
-    const u32 bytes = min(ahead, steps - (DEPTH - 1)) * 2048;
-    fetch_to_l2(true, w, bytes);
-    fetch_to_l2(true, w + second, bytes);
-  }
   pdl_wait();                                    // weights do not depend on the kernel before; x and rows do
   pdl_go();
   if (rows) n = min(n, load_int(rows));
@@ -99,9 +96,6 @@ linear_wide(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
     if (since == 0) __syncthreads();
     since = since == XSTEPS - 1 ? 0 : since + 1;
     load_w(step + DEPTH - 1, wl); load_x(step + AHEAD, xl); copy_commit();
-    const bool further = rolling && on && lane == 0 && step + DEPTH - 1 + ahead < steps;
-    fetch_to_l2(further, w + (ahead - 1) * 2048, 2048);
-    fetch_to_l2(further, w + second + (ahead - 1) * 2048, 2048);
     wl = wl == (DEPTH - 1) * STEP ? 0 : wl + STEP; xl = xl == (XSLOTS - 1) * XSLOT ? 0 : xl + XSLOT;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -130,6 +124,6 @@ linear_wide(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
   block_or_cluster_sync();
   const long long y0 = head * y_head;
   const Output out = {wide ? (void*)((float*)Y + y0) : (void*)((bf16*)Y + y0), residual ? residual + y0 : nullptr, y_stride, wide != 0};
-  fold<1, 0, RS, WARPS * 32, 32 * WARPS>(base, s, TILES * 8, group * (WARPS * 32), first, n, N, out);
+  fold<1, 0, RS, BLOCK * 16, 32 * WARPS>(base, s, TILES * 8, group * (BLOCK * 16), first, n, N, out);
   if (CLUSTER > 1) block_or_cluster_sync();      // nobody leaves while its shared memory is read
 }
