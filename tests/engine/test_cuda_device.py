@@ -172,10 +172,9 @@ def test_answers_with_a_form_are_those_of_plain_decoding():
     pytest.importorskip("xgrammar")
     number = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     forms = ({"type": "regex", "regex": "(yes|no), [0-9]{3,9}"}, {"type": "json_schema", "json_schema": {"schema": number}})
-    asks = [
-        (text(30 + i, i), {"max_tokens": 30, "response_format": form, "temperature": 0.5 * i, "seed": i})
-        for i, form in enumerate(forms)
-    ]
+    asks = []
+    for i, form in enumerate(forms):
+        asks.append((text(30 + i, i), {"max_tokens": 30, "response_format": form, "temperature": 0.5 * i, "seed": i}))
     asks.append((text(50, 9), {"max_tokens": 25, "temperature": 0.7, "seed": 3}))
 
     def told(budget: int, rows: int) -> list[list[int]]:
@@ -186,3 +185,17 @@ def test_answers_with_a_form_are_those_of_plain_decoding():
 
     plain = told(0, 1)
     assert told(16, 3) == plain and all(plain)
+
+
+def test_automatic_trees_change_no_token_and_are_cut_where_they_do_not_pay():
+    some = engine("cuda", graphs=True, tree_budget="auto", max_num_seqs=8)
+    some.stepper.calibrate()
+    table = some.stepper.auto.policy.costs
+    assert (table.plain > 1e-5).all() and (table.drafted[:, -1] >= table.drafted[:, 0]).all()
+    asks = [(prompt, SamplingParams(**{**vars(params), "tree_budget": None, "grammar": None})) for prompt, params in MIXED]
+    assert [tuple(t) for t in decode(some, asks)] == list(alone())
+    some.stepper.auto.measure(lambda rows, nodes: (0.001 * (1 + 9.0 * rows * (nodes - 1)), rows * nodes))
+    before = list(some.totals.trees)
+    assert [tuple(t) for t in decode(some, asks)] == list(alone())
+    grown = sum(n * (now - then) for n, (now, then) in enumerate(zip(some.totals.trees, before, strict=True)))
+    assert grown < 0.2 * (sum(some.totals.trees) - sum(before))
