@@ -100,6 +100,10 @@ class LLM:
         """On ranks above 0: work for rank 0 until it closes."""
         self.engine.follow()
 
+    def warm(self) -> None:
+        """Do now what the first requests would wait for: a GPU's graphs of all sizes, seconds."""
+        self.engine.stepper.warm()
+
     def close(self) -> None:
         """End the other ranks; the object is of no use afterwards."""
         self.engine.close()

@@ -35,6 +35,9 @@ class Stepper(Protocol):
     def refuse(self, params: SamplingParams) -> None:
         """Raise RequestError, by name, for a parameter that these steps do not know."""
 
+    def warm(self) -> None:
+        """Do now what the first steps of each size would wait for."""
+
 
 @dataclass(frozen=True)
 class Done:
@@ -61,3 +64,6 @@ class HostStepper:
 
     def refuse(self, params: SamplingParams) -> None:
         """A CPU's steps know every parameter."""
+
+    def warm(self) -> None:
+        """A CPU's first steps wait for nothing."""

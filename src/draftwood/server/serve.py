@@ -104,7 +104,9 @@ def _settings(args: argparse.Namespace, options: Options) -> Settings:
 def _load(options: Options) -> LLM:
     from draftwood.llm import LLM
 
-    return LLM(options)
+    llm = LLM(options)
+    llm.warm()
+    return llm
 
 
 def _follow(options: Options) -> int:

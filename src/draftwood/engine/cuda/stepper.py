@@ -75,6 +75,11 @@ class CudaStepper:
             self._launches[key] = self.recorder.record(self.step_of(key).run)
         return self._launches[key]
 
+    def warm(self) -> None:
+        """Record the graphs of all keys; those of steps with grammars come when they are needed."""
+        for key in self.sizes.keys():  # noqa: SIM118
+            self.prepare(key)
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan, trace: bool = False) -> Flying:
         """Send what changed, start the step's graph, and copy its results away behind it."""
