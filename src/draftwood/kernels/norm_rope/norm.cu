@@ -20,8 +20,7 @@ rms_norm(const bf16* x, const bf16* delta, const bf16* weight, const long long* 
   __shared__ float sums[32];
   const int tid = threadIdx.x, row = blockIdx.x;
   if (row >= n) {
-    pdl_wait();
-    pdl_go();
+    go_and_wait();
     fetch_ahead(row - n, ahead, runs, T, S, first, bytes);
     return;
   }
@@ -29,8 +28,7 @@ rms_norm(const bf16* x, const bf16* delta, const bf16* weight, const long long* 
 #pragma unroll
   for (int i = 0; i < OWN; i++)
     if (tid + i * THREADS < CHUNKS) w[i] = load16_once(weight + (tid + i * THREADS) * 8);
-  pdl_wait();
-  pdl_go();
+  go_and_wait();
   // All loads before the first is waited for. A row of x itself may be one that does not count; a gathered one is nowhere then.
   const int live = rows ? load_int(rows) : n;
   const long long at = index ? load_long(index + row) : (long long)row;
@@ -95,8 +93,7 @@ latent_write(const bf16* x, const bf16* q_weight, const bf16* l_weight, const fl
   const bool on = c < (is_q ? Q_WIDTH : is_l ? L_WIDTH : P_WIDTH);
   uint4 w = make_uint4(0, 0, 0, 0);
   if (on && (is_q || is_l)) w = load16_once((is_q ? q_weight : l_weight) + c);
-  pdl_wait();
-  pdl_go();
+  go_and_wait();
   const int live = rows ? load_int(rows) : row + 1;   // all loads before the first is waited for
   const long long slot = load_long(slots + row), position = load_long(positions + row);
   uint4 raw = make_uint4(0, 0, 0, 0);

@@ -5,9 +5,20 @@
 // fp32 on bf16 values (two products, then their sum or difference, each rounded, not fused), rounded to bf16 once.
 // LAW 1.  A row belongs to one block, or a head to one group of lanes, whatever else runs; all sums have one order:
 //   a lane's own values ascending, the butterfly of warp_sum, then the warps ascending through a second butterfly.
+// PDL.  With EARLY the next kernel's blocks may start before this one has waited, so that they fetch their weights while the
+//   kernel before this one ends, not only while this one runs.  "My predecessor is done" still implies that all earlier ones are,
+//   for every kernel here waits; but the next kernel must not read, before its own wait, what the last two have written.
 #pragma once
 #include "../rounded.cuh"
 
+#ifndef EARLY
+#define EARLY 1
+#endif
+__device__ __forceinline__ void go_and_wait() {
+  if (EARLY) pdl_go();
+  pdl_wait();
+  if (!EARLY) pdl_go();
+}
 
 __device__ __forceinline__ float squares(const float (&v)[8]) {
   float s = 0.f;

@@ -15,8 +15,7 @@ query_rope(const bf16* from, bf16* to, const float2* turns, const long long* pos
     if (blockIdx.y == 0) fetch_ahead(row - n, ahead, runs, T, S, first, bytes);
     return;
   }
-  pdl_wait();
-  pdl_go();
+  go_and_wait();
   if (head >= heads) return;
   const int live = rows ? load_int(rows) : n;         // all loads before the first is waited for
   const long long position = load_long(positions + row);
@@ -56,8 +55,7 @@ head_norm_rope(bf16* qkv, const bf16* q_weight, const bf16* k_weight, const floa
                const int* rows, int block, int q_heads, int kv_heads, long long stride, int table, float eps) {
   const int token = blockIdx.x, row = token / block, i = blockIdx.y * 128 + threadIdx.x;
   const int head = i / LANES, chunk = i % LANES;
-  pdl_wait();
-  pdl_go();
+  go_and_wait();
   const bool on = head < q_heads + kv_heads;
   bf16* at = qkv + token * stride + (on ? head : 0) * D + chunk * 8;
   const int live = rows ? load_int(rows) : row + 1;   // all loads before the first is waited for
