@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
         flag = f"--context {args.context}" if args.context is not None else f"--rows {args.rows}"
         raise ConfigError(f"{flag}: only steps of a GPU are timed like that; add --device cuda, or leave it at one number of rows")
     world = options.tp * options.ep
-    drafter = plan.decide(options, plan.find(options), plan.Device("cpu", "any device", 1 << 60), strict=False).block > 0
+    anywhere = dataclasses.replace(options, device="cpu", synthetic_accept=None)  # whether drafts are possible is a matter of files
+    drafter = plan.decide(anywhere, plan.find(options), plan.Device("cpu", "any device", 1 << 60), strict=False).block > 0
     if largest > 0 and not drafter:
         raise ConfigError(f"{options.model} has no drafter for --budgets {args.budgets}; give one with --draft, or --budgets 0")
     if world > 1 and not launch.is_rank():

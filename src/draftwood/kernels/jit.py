@@ -257,6 +257,7 @@ class Kernel:
         torch.cuda.init()
         core.Device(device).set_current()
         self._kernel = core.ObjectCode.from_cubin(self.cubin.code).get_kernel(source.entry)
+        self._label, self._arguments = source.label(), self._kernel.num_arguments
         self._shared = dynamic_shared
         if dynamic_shared > 49_152:  # above 48 KB the driver wants to be told, once, the largest size
             self._allow(dynamic_shared, device)
@@ -280,6 +281,8 @@ class Kernel:
         import torch
 
         core, _, _ = _toolchain()
+        if len(args) != self._arguments:  # the driver would read beyond the end of a short list
+            raise TypeError(f"{self._label} takes {self._arguments} arguments; a launch gives {len(args)}")
         size = self._shared if shared is None else shared
         if size > self._shared:
             raise ConfigError(f"a launch asks for {size} B of shared memory; its kernel was loaded with {self._shared}")
