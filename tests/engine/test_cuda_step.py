@@ -138,12 +138,14 @@ def test_prompts_of_any_length_beside_rows_that_come_and_go(rows):
     assert [tuple(t) for t in decode(some, MIXED)] == list(alone())
 
 
+@pytest.mark.slow
 def test_the_plain_loop_gives_the_same():
     some = engine(tree_budget=16, max_num_batched_tokens=64)
     some.ahead = 0
     assert [tuple(t) for t in decode(some, MIXED)] == list(alone())
 
 
+@pytest.mark.slow
 def test_what_a_prompt_commits_does_not_depend_on_its_chunks():
     caches = []
     for chunk in (64, 128, 512):
@@ -158,6 +160,7 @@ def test_what_a_prompt_commits_does_not_depend_on_its_chunks():
         assert all(bool((a == b).all()) for a, b in zip(caches[0], other, strict=True))
 
 
+@pytest.mark.slow
 def test_aborted_rows_leave_the_others_alone():
     some = engine(tree_budget=8, max_num_seqs=3)
     ids = [some.add(prompt, params) for prompt, params in MIXED[:5]]
@@ -210,6 +213,7 @@ def test_results_tell_trees_log_probabilities_and_steps():
     assert max(len(row.tokens) for row in rows[1:]) == 9
 
 
+@pytest.mark.slow
 def test_synthetic_acceptance_returns_what_was_asked_for():
     some = engine(tree_budget=8, tree_spine=True, synthetic_accept=3.5)
     decode(some, [(text(20), ask(max_tokens=120, ignore_eos=True)), (text(30), ask(max_tokens=120, ignore_eos=True))])
@@ -244,6 +248,7 @@ def test_what_is_allocated_is_what_the_arithmetic_says():
     assert found == dict(keys.step_memory(sizes, 3, some.parts.vocab))
 
 
+@pytest.mark.slow
 def test_the_bits_behind_every_token_are_those_of_plain_decoding():
     """With sums in float64 the references are as good as row-invariant; what is compared here is how the bits are told."""
     asks = [(text(40), ask(max_tokens=7)), (text(70), ask(max_tokens=6, temperature=0.9, seed=4))]
@@ -299,7 +304,7 @@ def test_automatic_trees_are_refused_where_nothing_was_measured():
     assert refused.value.param == "tree_budget"
 
 
-@pytest.mark.parametrize("budget", [0, 8])
+@pytest.mark.parametrize("budget", [pytest.param(0, marks=pytest.mark.slow), 8])
 def test_an_answer_waits_for_min_tokens(budget):
     """text(70) ends by itself after six tokens."""
     some = engine(tree_budget=budget)
@@ -339,7 +344,7 @@ FORMS = (
 )
 
 
-@pytest.mark.parametrize("budget", [0, 8])
+@pytest.mark.parametrize("budget", [pytest.param(0, marks=pytest.mark.slow), 8])
 def test_answers_with_a_form_have_it_beside_rows_without_one(budget):
     pytest.importorskip("xgrammar")
     some = engine(tree_budget=budget, max_num_seqs=3)
