@@ -59,6 +59,7 @@ def start(
         ) from None
 
 
+@torch.inference_mode(False)  # what is written later must be ordinary tensors, whatever mode the caller is in
 def build(
     plan: Plan,
     config: ModelConfig,

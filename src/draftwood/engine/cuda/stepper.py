@@ -36,6 +36,7 @@ class CudaStepper:
 
     ahead = 1
 
+    @torch.inference_mode(False)
     def __init__(self, parts: CudaParts, plan: Plan, graphs: bool = True) -> None:
         """Allocate what all steps share. Raises ConfigError for sizes that no kernel takes."""
         self.parts, self.plan, self.sizes = parts, plan, Sizes.of(plan)
