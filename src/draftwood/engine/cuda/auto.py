@@ -40,7 +40,8 @@ class AutoTrees:
         return Costs(totals, torch.ones(len(self.nodes), device=device))
 
     def measure(self, time: Time) -> None:
-        """Time steps of every number of rows that has graphs of its own."""
+        """Time steps of every number of rows that has graphs of its own. What was accepted in them, after texts of nobody, is
+        forgotten."""
         counts = [min(r, self._rows) for r in self._sizes.rows]
         plain, drafted = [], []
         for rows, count in zip(self._sizes.rows, counts, strict=True):
@@ -49,10 +50,14 @@ class AutoTrees:
             drafted.append([seconds for seconds, _ in found])
             self._tell(rows, [total for _, total in found], drafted[-1])
         self.policy = AutoSize(CostTable.of(counts, self.nodes, drafted, plain), self._budget)
+        self.calibration.predicted.zero_()
+        self.calibration.observed.zero_()
+        self.calibration.ratio.fill_(1)
 
     def _tell(self, rows: int, totals: Sequence[int], seconds: Sequence[float]) -> None:
         """Give the device what was measured. More nodes never cost less, and never stand at the same place twice."""
-        rising = np.maximum.accumulate(np.array(totals) + np.arange(len(totals)) * (np.diff(totals, prepend=0) <= 0))
+        order = np.arange(len(totals))
+        rising = np.maximum.accumulate(np.array(totals) - order) + order
         least = np.minimum.accumulate(np.array(seconds)[::-1])[::-1]
         costs = self.costs[rows]
         costs.totals.copy_(torch.from_numpy(rising.astype(np.int32)))
