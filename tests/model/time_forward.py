@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--cases", default="1x0,1x8,1x32,64x0,32x8", help="rows x budget")
     parser.add_argument("--whole-only", action="store_true", help="no families and no orders")
-    parser.add_argument("--seconds", type=float, default=50, help="nothing is begun later")
+    parser.add_argument("--seconds", type=float, default=45, help="nothing is begun later")
     asked = parser.parse_args()
     bench = Bench(asked, Report(asked.out, asked.seconds))
     cases = [tuple(map(int, c.split("x"))) for c in asked.cases.split(",")]
