@@ -194,7 +194,7 @@ def test_automatic_trees_change_no_token_and_are_cut_where_they_do_not_pay():
     assert (table.plain > 1e-5).all() and (table.drafted[:, -1] >= table.drafted[:, 0]).all()
     asks = [(prompt, SamplingParams(**{**vars(params), "tree_budget": None, "grammar": None})) for prompt, params in MIXED]
     assert [tuple(t) for t in decode(some, asks)] == list(alone())
-    some.stepper.auto.measure(lambda rows, nodes: (0.001 * (1 + 9.0 * rows * (nodes - 1)), rows * nodes))
+    some.stepper.auto.measure(lambda rows, nodes, context: (0.001 * (1 + 9.0 * rows * (nodes - 1)), rows * nodes))
     before = list(some.totals.trees)
     assert [tuple(t) for t in decode(some, asks)] == list(alone())
     grown = sum(n * (now - then) for n, (now, then) in enumerate(zip(some.totals.trees, before, strict=True)))

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from draftwood import samples
+from draftwood.engine.cuda.auto import AutoTrees
 from draftwood.engine.request import SamplingParams
+from draftwood.engine.scheduler import StepPlan
 from draftwood.errors import RequestError
 from draftwood.kernels.rows import op as rows_op
 from draftwood.kernels.rows import ref as rows_ref
@@ -272,7 +274,7 @@ def test_the_bits_behind_every_token_are_those_of_plain_decoding():
 def test_automatic_trees_are_as_large_as_they_pay_and_change_no_token(slope):
     """slope: what a node costs, as a share of a plain step."""
     some = engine(tree_budget="auto", max_num_seqs=2)
-    some.stepper.auto.measure(lambda rows, nodes: (1 + slope * rows * (nodes - 1), rows * nodes))
+    some.stepper.auto.measure(lambda rows, nodes, context: (1 + slope * rows * (nodes - 1), rows * nodes))
     asks = [
         (text(30), ask(max_tokens=30, ignore_eos=True)),
         (text(40), ask(max_tokens=24, temperature=0.7, seed=2, ignore_eos=True)),
@@ -363,3 +365,19 @@ def test_answers_with_a_form_have_it_beside_rows_without_one(budget):
         if params.response_format == FORMS[0]:
             assert re.fullmatch(r"(yes|no), [0-9]{3,5}\.", answer)
     some.close()
+
+
+def test_costs_of_steps_follow_the_longest_row():
+    auto = AutoTrees(Sizes.of(made_plan(tree_budget="auto", max_num_seqs=2)[0]), 2, 64, 1 << 18, torch.device("cpu"))
+    assert auto.contexts == (1024, 16384)
+    auto.measure(lambda rows, nodes, context: (1 + 0.001 * nodes + rows * nodes * context / 1e6, rows * nodes))
+    near = auto.costs[2].seconds.clone()
+    plan = StepPlan((), (0, 1), ((), ()), (True, True), (64, 64), (True, True), 7, 900)
+    auto.sized(plan)
+    assert torch.equal(auto.costs[2].seconds, near)
+    auto.sized(dataclasses.replace(plan, longest=8192))
+    want = [1 + 0.001 * n + 2 * n * 8192 / 1e6 for n in auto.nodes]
+    assert auto.costs[2].seconds.tolist() == pytest.approx(want, rel=1e-5)
+    assert auto.costs[2].totals.tolist() == [2 * n for n in auto.nodes]
+    auto.sized(dataclasses.replace(plan, longest=100))
+    assert torch.equal(auto.costs[2].seconds, near)

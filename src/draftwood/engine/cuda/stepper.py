@@ -27,8 +27,8 @@ from draftwood.spec.tree import Tree
 
 FEW = 16
 """Rows of logits that are sorted at once for their likeliest tokens (31 MB for K2.6's)."""
-CONTEXT, REPEATS = 1024, 3
-"""Committed tokens of the rows whose steps are timed for automatic trees, and how often; the fastest counts."""
+REPEATS = 3
+"""How often a step is timed for automatic trees; the fastest counts."""
 
 
 class CudaStepper:
@@ -143,9 +143,9 @@ class CudaStepper:
         if self.auto is not None:
             self.auto.measure(self._time)
 
-    def _time(self, rows: int, nodes: int) -> tuple[float, int]:
+    def _time(self, rows: int, nodes: int, context: int) -> tuple[float, int]:
         key = self.sizes.key(rows, nodes - 1, False)
-        launch, context = self.prepare(key), min(CONTEXT, self.plan.max_model_len // 2)
+        launch = self.prepare(key)
         found = []
         for _ in range(REPEATS):
             self.rows.rehearse(rows, nodes - 1, context, self.plan.num_pages)
