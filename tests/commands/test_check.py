@@ -133,3 +133,20 @@ def test_nano_is_identical_with_trees_in_batches(capfd):
     line = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert line["different"] == 0
     assert line["runs"] == 3 * 2 * 2 * 2
+
+
+def test_logits_with_other_bits_are_a_difference_even_where_the_tokens_are_equal():
+    plain = Answer((5, 6, 7), "length", 2, (), (11, 12, 13))
+    assert compare(plain, Answer((5, 6, 7), "length", 1, (), (11, 12, 13))) is None
+    found = compare(plain, Answer((5, 6, 7), "length", 1, (), (11, 99, 13)))
+    assert found.place == 1 and found.logits and not found.near_tie and "other bits" in found.describe()
+    # Where a token differs, the logits before it count first; those behind it belong to another text.
+    assert compare(plain, Answer((5, 8, 7), "length", 1, (), (11, 12, 99))).logits is False
+    counts = Tally(0.0, 8, 1)
+    count(counts, plain, Answer((5, 6, 7), "length", 1, (), (11, 99, 13)))
+    assert counts.different == 1
+
+
+def test_bits_are_compared_on_a_gpu_only(capsys):
+    assert cli.main(["check", "nano", "--device", "cpu", "--bitwise"]) != 0
+    assert "--bitwise is a promise of the CUDA kernels" in capsys.readouterr().err
