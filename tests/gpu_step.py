@@ -34,6 +34,7 @@ PARTS: dict[str, tuple[float, tuple[str, ...]]] = {
     "forward": (240, FORWARD),
     "forward-whole": (240, (*FORWARD, "--layers", "61", "--whole-only", "--cases", "1x0,1x8,1x64,64x0,32x8")),
     "k26-small": (150, (*BENCH, "--layers", "4", "--rows", "1,2", "--budgets", "0,8")),
+    "k26-plain": (240, (*BENCH, "--rows", "1,8,64,128", "--budgets", "0")),
     "k26-one": (260, (*BENCH, "--rows", "1", "--budgets", "0,8,16,32,64", "--synthetic-accept", "4.2")),
     "k26-many": (300, (*BENCH, "--rows", "8,32,64,128", "--budgets", "0,8", "--synthetic-accept", "4.2")),
     "k26-128x32": (240, (*BENCH, "--rows", "128", "--budgets", "32", "--synthetic-accept", "4.2")),
