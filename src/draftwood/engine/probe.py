@@ -84,7 +84,7 @@ def _view(parts: Parts, probe: Probe) -> View:
         tables=torch.full((rows, pages), parts.kv.sink, device=device),
         sampling=Sampling.build([SamplingParams(temperature=float(probe.sampled))] * rows, [0] * rows),
         warm=torch.empty(0, dtype=torch.long),  # nothing is observed
-        logprobs=0,
+        logprobs=None,
     )
 
 

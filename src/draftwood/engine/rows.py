@@ -37,8 +37,8 @@ class View:
     sampling: Sampling
     warm: Tensor | None
     """Places of the rows whose drafter context is kept; None: all of them."""
-    logprobs: int
-    """Most log-probabilities that a row wants beside the chosen token's."""
+    logprobs: int | None
+    """Most log-probabilities that a row wants beside the chosen token's; None where not even that one's is wanted."""
     constraints: tuple[Constraint | None, ...] = ()
     """By row, how far along its grammar it is; empty where no row has one."""
 
@@ -138,7 +138,7 @@ class Rows:
                 [self._floors[row] for row in plan.rows],
             ),
             warm=None if all(drafts) else torch.from_numpy(np.flatnonzero(drafts)),
-            logprobs=max(p.logprobs or 0 for p in params),
+            logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
             constraints=constraints if any(constraints) else (),
         )
 

@@ -140,7 +140,7 @@ def run(parts: Parts, view: View, trace: bool = False) -> StepResult:
     logits, taps = parts.target.forward(tree.tokens.to(device), positions, slots, tree.ancestors().to(device), counts, at)
     clock.lap("verify")
     allowed = permits(view.constraints, view.plan.emits, tree, verified)
-    choices, logprobs = choose(logits, *verified, tree, view.sampling, noise, allowed)
+    choices, logprobs = choose(logits, *verified, tree, view.sampling, noise, allowed, scored=view.logprobs is not None)
     path = accept(tree, choices, verified, logprobs)
     if parts.auto is not None:
         parts.auto.observe(tree, path, view.sampling.temperature)
@@ -247,7 +247,7 @@ def observe(parts: Parts, view: View, taps: Tensor, positions: Tensor, path: Pat
 
 def _top(logits: Tensor, view: View, path: Path) -> tuple[Tensor, Tensor] | None:
     """Return the likeliest tokens at each committed one, when a row asks for them."""
-    if view.logprobs == 0:
+    if not view.logprobs:
         return None
     ids, values = top_logprobs(logits, view.logprobs)
     chosen = path.chosen.clamp(min=0)

@@ -41,54 +41,46 @@ def accept(tree: Tree, choices: Tensor, verified: tuple[Tensor, Tensor], logprob
 
     Children of a node hold distinct tokens; should a hand-made tree repeat one, the first child wins.
     """
-    rows, nodes = verified[0].cpu().numpy(), verified[1].cpu().numpy()
-    tokens, parents, counts = tree.tokens.numpy(), tree.parents.numpy(), tree.counts.numpy()
-    forced = tree.forced.numpy()
-    total, width = tokens.shape
-    chosen = choices.cpu().numpy()
-    choice = np.full((total, width), -1, np.int64)
-    where = np.full((total, width), -1, np.int64)
-    choice[rows, nodes] = chosen
-    where[rows, nodes] = np.arange(len(rows))
+    chosen, counts, forced = choices.tolist(), tree.counts.tolist(), tree.forced.tolist()
+    index = {at: i for i, at in enumerate(zip(verified[0].tolist(), verified[1].tolist(), strict=True))}
+    walks = []
+    for r, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+        if forced[r]:
+            walks.append((list(range(counts[r])), [index[r, counts[r] - 1]]))
+            continue
+        path, sources = [0], [index[r, 0]]
+        while node := _child(tokens[: counts[r]], parents, path[-1], chosen[sources[-1]]):
+            path.append(node)
+            sources.append(index[r, node])
+        walks.append((path, sources))
+    return _padded(walks, chosen, None if logprobs is None else logprobs.tolist())
 
-    # following[r, n]: the child of n that holds n's choice, 0 when there is none.
-    following = np.zeros((total, width), np.int64)
-    r, n = np.nonzero((np.arange(width) < counts[:, None]) & (parents >= 0) & ~forced[:, None])
-    match = tokens[r, n] == choice[r, parents[r, n]]
-    r, n = r[match][::-1], n[match][::-1]  # the last write wins: the lowest node
-    following[r, parents[r, n]] = n
-    steps = [np.zeros(total, np.int64)]
-    every = np.arange(total)
-    while True:
-        step = np.where(steps[-1] >= 0, following[every, steps[-1]], 0)
-        if not step.any():
-            break
-        steps.append(np.where(step > 0, step, -1))
-    free = np.stack(steps, 1)
-    longest = max(free.shape[1], int(counts[forced].max(initial=0)))
-    path = np.full((total, longest), -1, np.int64)
-    path[:, : free.shape[1]] = free
-    chain = np.arange(longest)
-    path[forced] = np.where(chain < counts[forced, None], chain, -1)
 
-    accepted = (path >= 0).sum(1)
-    emitted = np.where(forced, 1, accepted)
-    source = np.where(path >= 0, where[every[:, None], path], -1)
-    source[forced] = -1
-    source[forced, 0] = where[forced, counts[forced] - 1]
-    if len(chosen):
-        out = np.where(source >= 0, chosen[source], -1)
-    else:
-        out = np.full_like(source, -1)
-    scored = np.zeros(source.shape, np.float32)
-    if logprobs is not None and len(chosen):
-        scored = np.where(source >= 0, logprobs.cpu().numpy()[source], np.float32(0))
+def _child(tokens: list[int], parents: list[int], node: int, token: int) -> int:
+    """Return the first child of `node` that holds `token`, 0 when there is none. A child stands behind its parent."""
+    for child in range(node + 1, len(tokens)):
+        if parents[child] == node and tokens[child] == token:
+            return child
+    return 0
+
+
+def _padded(walks: list[tuple[list[int], list[int]]], chosen: list[int], logprobs: list[float] | None) -> Path:
+    """Collect each row's (accepted nodes, indices of the choices that it commits)."""
+    shape = (len(walks), max((len(path) for path, _ in walks), default=0))
+    nodes, tokens, source = (np.full(shape, -1, np.int64) for _ in range(3))
+    scored = np.zeros(shape, np.float32)
+    for r, (path, sources) in enumerate(walks):
+        nodes[r, : len(path)] = path
+        source[r, : len(sources)] = sources
+        tokens[r, : len(sources)] = [chosen[i] for i in sources]
+        if logprobs is not None:
+            scored[r, : len(sources)] = [logprobs[i] for i in sources]
     return Path(
-        nodes=torch.from_numpy(path),
-        counts=torch.from_numpy(accepted),
-        tokens=torch.from_numpy(out),
-        emitted=torch.from_numpy(emitted),
-        final=torch.from_numpy(out[every, emitted - 1]),
+        nodes=torch.from_numpy(nodes),
+        counts=torch.tensor([len(path) for path, _ in walks], dtype=torch.long),
+        tokens=torch.from_numpy(tokens),
+        emitted=torch.tensor([len(sources) for _, sources in walks], dtype=torch.long),
+        final=torch.tensor([chosen[sources[-1]] for _, sources in walks], dtype=torch.long),
         logprobs=torch.from_numpy(scored),
         chosen=torch.from_numpy(source),
     )

@@ -88,5 +88,4 @@ class Bigram:
             return np.full(len(candidates), self.base[prev], np.float32)
         cols = self.cols[low:high]
         at = cols.searchsorted(candidates)
-        np.minimum(at, high - low - 1, out=at)
-        return np.where(cols[at] == candidates, self.vals[low:high][at], self.base[prev])
+        return np.where(cols.take(at, mode="clip") == candidates, self.vals[low:high].take(at, mode="clip"), self.base[prev])

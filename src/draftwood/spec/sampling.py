@@ -38,6 +38,7 @@ from draftwood.spec.tree import Tree
 _RANKED = 256
 """Values ranked at first; the few nodes whose top-k or top-p reaches further are ranked in full."""
 
+
 class SamplingChoice(Protocol):
     """What is read of a request's parameters; engine.request.SamplingParams has these fields."""
 
@@ -203,8 +204,9 @@ def choose(
     sampling: Sampling,
     noise: Tensor | None,
     permits: Permits | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the target's tokens [M] int64 and the log-probabilities [M] float32 of them under the raw logits.
+    scored: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the target's tokens [M] int64 and, where `scored`, their log-probabilities [M] float32 under the raw logits.
 
     logits [M, V] at the verified (rows, nodes) [M]; noise as `Sampling.noise` gives it; permits: what grammars allow.
     Raises ValueError when a sampled row comes without noise.
@@ -224,7 +226,7 @@ def choose(
             z = z.copy() if z is raw else z
             z[hot] += values[at[hot], place[hot]]
     tokens = z.argmax(-1)
-    return torch.from_numpy(tokens), torch.from_numpy(_log_probability(raw, tokens))
+    return torch.from_numpy(tokens), torch.from_numpy(_log_probability(raw, tokens)) if scored else None
 
 
 def _log_probability(raw: NDArray[np.float32], tokens: NDArray[np.int64]) -> NDArray[np.float32]:

@@ -60,11 +60,13 @@ class Tree:
 
     def verified(self) -> tuple[Tensor, Tensor]:
         """Return (rows [M], nodes [M]) where the target chooses: live nodes of free rows, the last of forced rows."""
-        counts = self.counts.numpy()
-        first = np.where(self.forced.numpy(), counts - 1, 0)
-        node = np.arange(self.tokens.shape[1])
-        rows, nodes = np.nonzero((node >= first[:, None]) & (node < counts[:, None]))
-        return torch.from_numpy(rows), torch.from_numpy(nodes)
+        rows: list[int] = []
+        nodes: list[int] = []
+        for r, (count, forced) in enumerate(zip(self.counts.tolist(), self.forced.tolist(), strict=True)):
+            seen = range(count - 1 if forced else 0, count)
+            rows += [r] * len(seen)
+            nodes += seen
+        return torch.tensor(rows, dtype=torch.long), torch.tensor(nodes, dtype=torch.long)
 
     def ancestors(self) -> Tensor:
         """Return [R, N, W] int64, W = ceil(N / 64): bit j % 64 of word j // 64 is set when node j is an ancestor or self.
@@ -73,20 +75,18 @@ class Tree:
         """
         rows, width = self.tokens.shape
         words = (width + 63) // 64
-        own = _own_bits(width)
-        bits = np.zeros((rows, width, words), np.uint64)
-        counts, forced = self.counts.numpy(), self.forced.numpy()
-        chain = np.flatnonzero(forced)
-        if len(chain):  # a chain's ancestors are all nodes before it: no walk over 512 depths
-            bits[chain] = _chain_bits(width) * (np.arange(width) < counts[chain, None])[..., None].astype(np.uint64)
-        if len(chain) < rows:
-            depths, parents = self.depths.numpy(), self.parents.numpy()
-            live = (np.arange(width) < counts[:, None]) & ~forced[:, None]
-            bits[live] = np.broadcast_to(own, bits.shape)[live]
-            for depth in range(1, int(depths[live].max(initial=0)) + 1):
-                r, n = np.nonzero(live & (depths == depth))
-                bits[r, n] |= bits[r, parents[r, n]]
-        return torch.from_numpy(bits.view(np.int64))
+        bits = np.zeros((rows, width, words), np.int64)
+        forced = self.forced.tolist()
+        for r, (count, parents) in enumerate(zip(self.counts.tolist(), self.parents.tolist(), strict=True)):
+            if forced[r]:
+                bits[r, :count] = _chain_bits(count, words)
+                continue
+            seen: list[int] = []
+            for node, parent in enumerate(parents[:count]):
+                seen.append(1 << node | (seen[parent] if parent >= 0 else 0))
+            packed = b"".join(mask.to_bytes(words * 8, "little") for mask in seen)
+            bits[r, :count] = np.frombuffer(packed, "<i8").reshape(count, words)
+        return torch.from_numpy(bits)
 
     def cut(self, budgets: Tensor) -> Tree:
         """Keep the first budgets[r] nodes beyond each root (fewer if the tree is smaller); forced rows stay whole.
@@ -106,31 +106,24 @@ class Tree:
         )
 
 
-def _own_bits(width: int) -> NDArray[np.uint64]:
-    """Return [N, W]: the bit of each node alone."""
-    node = np.arange(width)
-    own = np.zeros((width, (width + 63) // 64), np.uint64)
-    own[node, node // 64] = np.uint64(1) << (node % 64).astype(np.uint64)
-    return own
-
-
-def _chain_bits(width: int) -> NDArray[np.uint64]:
+def _chain_bits(width: int, words: int) -> NDArray[np.int64]:
     """Return [N, W]: bits 0..n of node n."""
-    return np.bitwise_or.accumulate(_own_bits(width), axis=0)
+    node = np.arange(width)
+    own = np.zeros((width, words), np.uint64)
+    own[node, node // 64] = np.uint64(1) << (node % 64).astype(np.uint64)
+    return np.bitwise_or.accumulate(own, axis=0).view(np.int64)
 
 
 def _pack(rows: Sequence[tuple[list[int], list[int], list[int], list[float]]], forced: bool) -> Tree:
     """Pad per-row (tokens, parents, depths, logprob) lists to one Tree."""
-    counts = np.array([len(row[0]) for row in rows], np.int64)
-    shape = (len(rows), int(counts.max(initial=0)))
-    live = np.arange(shape[1]) < counts[:, None]
+    counts = [len(row[0]) for row in rows]
+    width = max(counts, default=0)
     fields = []
-    for part, (dtype, fill) in enumerate(((np.int64, 0), (np.int64, -1), (np.int64, 0), (np.float32, 0.0))):
-        padded = np.full(shape, fill, dtype)
-        padded[live] = [value for row in rows for value in row[part]]
-        fields.append(torch.from_numpy(padded))
+    for part, (dtype, fill) in enumerate(((torch.long, 0), (torch.long, -1), (torch.long, 0), (torch.float32, 0.0))):
+        padded = [list(row[part]) + [fill] * (width - count) for row, count in zip(rows, counts, strict=True)]
+        fields.append(torch.tensor(padded, dtype=dtype).view(len(rows), width))
     tokens, parents, depths, logprob = fields
-    return Tree(tokens, parents, depths, torch.from_numpy(counts), torch.full((len(rows),), forced), logprob)
+    return Tree(tokens, parents, depths, torch.tensor(counts, dtype=torch.long), torch.full((len(rows),), forced), logprob)
 
 
 def chain(tokens: Sequence[Sequence[int]]) -> Tree:
@@ -225,7 +218,9 @@ def grow(
         return _pack(rows, False)
     most = options.caps()[-1][1]
     width = min(most, max(sizes)) if bigram is None else options.candidates
-    ids, scores, raw = _marginals(logits, active, heat, noise, options.beta, width)
+    # With a table the scores of deeper marginals are never asked for.
+    scored = logits.shape[1] if bigram is None else 1
+    ids, scores, raw = _marginals(logits, active, heat, noise, options.beta, width, scored)
     for i, r in enumerate(active):
         if bigram is None:
             lists: _Marginal = _Marginal(ids[i], scores[i])
@@ -236,23 +231,32 @@ def grow(
 
 
 def _marginals(
-    logits: Tensor, active: list[int], heat: list[float], noise: Tensor | None, beta: tuple[float, ...], width: int
+    logits: Tensor,
+    active: list[int],
+    heat: list[float],
+    noise: Tensor | None,
+    beta: tuple[float, ...],
+    width: int,
+    scored: int | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    """Return the `width` best tokens per row and depth: ids, log-probabilities s, and z up to a constant per depth that
-    cancels in s; each [A, D, width]. Padding: id -1, both values -inf."""
+    """Return the `width` best tokens per row and depth: ids [A, D, width]; log-probabilities s [A, scored, width] of the
+    first `scored` depths, None for all; and z [A, D, width] up to a constant per depth that cancels in s. Padding: id -1,
+    values -inf."""
     depth, vocab = logits.shape[1], logits.shape[2]
     z = host(logits.float())
     peak = z.max(-1)
     if not ((peak > -1e30) & (peak < 1e30)).all():  # false for NaN too
         z = np.where(np.isnan(z), np.float32(-np.inf), np.minimum(z, np.float32(1e30)))
     z = _heated(z, active, heat, noise, beta)
-    peak = z.max(-1)
+    head = z[:, :scored]
+    peak = head.max(-1)
     peak[peak == -np.inf] = 0.0
     with np.errstate(divide="ignore"):  # nothing but -inf: log 0 = -inf, and its values stay -inf below
-        norm = peak + np.log(np.exp(z - peak[..., None]).sum(-1))
+        norm = peak + np.log(np.exp(head - peak[..., None]).sum(-1))
     ids, best = top(z.reshape(-1, vocab), width)
     ids, best = ids.reshape(len(active), depth, -1), best.reshape(len(active), depth, -1)
-    scores = np.where(ids >= 0, best - np.where(np.isfinite(norm), norm, 0)[..., None], np.float32(-np.inf))
+    norm = np.where(np.isfinite(norm), norm, np.float32(0))[..., None]
+    scores = np.where(ids[:, :scored] >= 0, best[:, :scored] - norm, np.float32(-np.inf))
     return ids, scores, best
 
 
@@ -303,7 +307,7 @@ class _Conditional(_Marginal):
         weight: float,
         most: int,
     ) -> None:
-        super().__init__(ids[:1], scores[:1])
+        super().__init__(ids[:1], scores)
         self.depth = len(ids)
         order = np.argsort(ids, axis=1)  # ascending ids: a stable sort then gives ties to the lowest
         self.ids, self.raw = np.take_along_axis(ids, order, 1), np.take_along_axis(raw, order, 1)
@@ -323,8 +327,8 @@ class _Conditional(_Marginal):
             if peak == -np.inf:
                 found = ([], [])
             else:
-                score = score - (peak + np.log(np.exp(score - peak).sum()))
-                found = (ids[order].tolist(), score[order].tolist())
+                norm = peak + np.log(np.exp(score - peak).sum())
+                found = (ids[order].tolist(), (score[order] - norm).tolist())
             self.known[depth, token] = found
         return found
 
