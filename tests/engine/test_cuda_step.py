@@ -226,7 +226,9 @@ def test_sizes_cover_every_step_that_a_plan_allows():
     sizes = Sizes.of(made_plan(tree_budget=17, max_num_seqs=9)[0])
     assert sizes.rows == (1, 2, 4, 8, 16) and sizes.budgets == (0, 8, 16, 32) and sizes.pieces == 8
     assert sizes.key(9, 17, False) == Key(16, 32, False) and sizes.key(3, 1, True) == Key(4, 32, True)
-    assert set(sizes.keys()) >= {sizes.key(r, b, p) for r in range(1, 10) for b in range(18) for p in (False, True)}
+    several = [(r, b, p, o) for r in range(1, 10) for b in range(18) for p in (False, True) for o in (False, True)]
+    assert set(sizes.keys()) >= {sizes.key(*one) for one in several}
+    assert not sizes.key(3, 0, False, False).observes and sizes.key(3, 1, False, False).observes
     for key in list(sizes.keys()):
         bucket = sizes.bucket(key)
         assert bucket.nodes <= 65 and bucket.tokens >= key.rows * (1 + key.budget)

@@ -91,7 +91,7 @@ class DeviceBench:
 
     def case(self, rows: int, budget: int) -> dict[str, Any]:
         """One number of rows and one budget."""
-        key = self.stepper.sizes.key(rows, budget, False)
+        key = self.stepper.sizes.key(rows, budget, False, observes=budget > 0)
         graph, step = self.stepper.prepare(key), self.stepper.step_of(key)
         pages = self.llm.plan.num_pages
 

@@ -143,7 +143,7 @@ class CudaStep:
     def _bind_drafts(self, key: Key) -> None:
         parts, sizes = self.parts, self.sizes
         self.draft = self.piece_draft = None
-        if parts.drafter is None or parts.draft_kv is None:
+        if parts.drafter is None or parts.draft_kv is None or not key.observes:
             return
         free, pieces = sizes.draft_buckets(key, parts.draft_kv.keys.shape[2])
         self.draft = parts.drafter.bind(free)

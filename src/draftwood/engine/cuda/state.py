@@ -103,6 +103,8 @@ class _Row:
     """Tokens that may not be chosen before there are `min_tokens`."""
     generated: int
     """Tokens of the answer that were known when the row began."""
+    drafts: bool
+    """False when nobody will ever want the drafter's context."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,9 @@ class DeviceRows:
         ids, values = np.array([i for i, _ in bias], np.int32), np.array([v for _, v in bias], np.float32)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._stop_ids)
         floor = np.array(sorted(ends) if params.min_tokens else [], np.int32)
-        self._rows[start.row] = _Row(params, numbers, (ids, values), params.counts_tokens, floor, len(start.generated))
+        self._rows[start.row] = _Row(
+            params, numbers, (ids, values), params.counts_tokens, floor, len(start.generated), start.drafts
+        )
         self._ends.pop(start.row, None)
         self._known[start.row] = start.cached
         self._pages[start.row] = self._sink
@@ -190,7 +194,9 @@ class DeviceRows:
     def key(self, plan: StepPlan) -> Key:
         """The graph of a plan."""
         free = [budget for budget, chunk in zip(plan.budgets, plan.chunks, strict=True) if not chunk]
-        return self.sizes.key(max(len(free), 1), max(free, default=0), len(free) < len(plan.rows))
+        begun = {start.row: start.drafts for start in plan.starts}
+        drafts = any(begun[row] if row in begun else self._rows[row].drafts for row in plan.rows)
+        return self.sizes.key(max(len(free), 1), max(free, default=0), len(free) < len(plan.rows), drafts)
 
     def stage(self, plan: StepPlan, key: Key) -> Staged:
         """Begin and lengthen the plan's rows, and send what its graph reads: nothing, while the same rows decode alike."""

@@ -28,11 +28,13 @@ PIECE = PAGE_SIZE
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """A graph: `rows` decoding rows of at most `budget` nodes beyond the root, and pieces of prompts beside them or none."""
+    """A graph: `rows` decoding rows of at most `budget` nodes beyond the root, and pieces of prompts beside them or none; does the
+    drafter observe what is committed?"""
 
     rows: int
     budget: int
     prompts: bool
+    observes: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,24 @@ class Sizes:
         """Most places of a step."""
         return self.rows[-1] + self.pieces
 
-    def key(self, rows: int, budget: int, prompts: bool) -> Key:
-        """The smallest graph that holds such a step. Beside prompts there is one with the largest trees and one without."""
+    def key(self, rows: int, budget: int, prompts: bool, observes: bool = True) -> Key:
+        """The smallest graph that holds such a step. Beside prompts there is one with the largest trees and one without.
+        observes: False where no row will ever draft."""
         up = next(r for r in self.rows if r >= rows)
         nodes = next(b for b in self.budgets if b >= budget)
-        return Key(up, (self.budgets[-1] if budget else 0) if prompts else nodes, prompts)
+        return self._key(up, (self.budgets[-1] if budget else 0) if prompts else nodes, prompts, observes)
+
+    def _key(self, rows: int, budget: int, prompts: bool, observes: bool) -> Key:
+        return Key(rows, budget, prompts, self.block > 0 and (observes or budget > 0))
 
     def keys(self) -> list[Key]:
         """All graphs, the largest first."""
-        decoding = [Key(r, b, False) for r in self.rows for b in self.budgets]
-        beside = [Key(r, b, True) for r in self.rows for b in sorted({0, self.budgets[-1]})]
-        return sorted(decoding + beside, reverse=True)
+        found = set()
+        for rows in self.rows:
+            for observes in (False, True):
+                found |= {self._key(rows, b, False, observes) for b in self.budgets}
+                found |= {self._key(rows, b, True, observes) for b in (0, self.budgets[-1])}
+        return sorted(found, reverse=True)
 
     def places_of(self, key: Key) -> int:
         """Places of a graph."""
