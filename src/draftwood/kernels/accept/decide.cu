@@ -6,7 +6,7 @@
 #include "node.cuh"
 #include "../tree/top.cuh"
 
-constexpr int LISTS = 8, ALL = TOP_THREADS * LISTS;
+constexpr int ALL = 32 * TOP, LISTS = ALL / TOP_THREADS;
 
 // Sum over the block, in every thread.
 template <class T>

@@ -18,8 +18,8 @@ from draftwood.kernels.tree.ref import TOP
 
 _FOLDER = File(__file__).parent
 _NULL = np.uint64(0)
-_THREADS = {"scan": 256, "decide": 256, "settle": 1024, "walk": 32}
-_BLOCKS = {"scan": 2, "decide": 3, "settle": 1, "walk": 16}
+_THREADS = {"scan": 512, "decide": 512, "settle": 1024, "walk": 32}
+_BLOCKS = {"scan": 2, "decide": 2, "settle": 1, "walk": 16}
 _SETTLE_BLOCKS = 264
 """Nodes left open are few: two blocks for each multiprocessor look for them."""
 MOST_NODES, MOST_VOCAB = 65535, 32 * SEGMENT
@@ -71,7 +71,7 @@ def variants() -> list[Variant]:
     """Everything the launchers choose."""
     forms = [(entry, wide, 1) for entry in ("scan", "decide", "settle") for wide in (0, 1)] + [("walk", 1, 1)]
     found = [Variant(_source(*form), _THREADS[form[0]], blocks=_BLOCKS[form[0]]) for form in forms]
-    return found + [Variant(_source("scan", wide, 0), _THREADS["scan"], blocks=_BLOCKS["scan"] + 1) for wide in (0, 1)]
+    return found + [Variant(_source("scan", wide, 0), _THREADS["scan"], blocks=_BLOCKS["scan"]) for wide in (0, 1)]
 
 
 @functools.cache

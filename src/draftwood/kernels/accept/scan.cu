@@ -21,7 +21,7 @@ __device__ __forceinline__ u64 block_best(u64 key, u64* room) {
   return key;
 }
 
-extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS, FILTERS ? 2 : 3)
+extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS, 2)
 scan(STEP_ARGUMENTS, float2* raw, float2* heat, u64* best,
      u64* lists) {
 #if FILTERS

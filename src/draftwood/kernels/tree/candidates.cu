@@ -15,7 +15,7 @@
 constexpr float COLD = 1e-5f;
 
 #ifdef PICK
-constexpr int FEW = 4;                                 // tokens of a thread that may be left
+constexpr int FEW = 2;                                 // tokens of a thread that may be left
 __device__ __forceinline__ u64 noisy_key(float z, u32 token, u32 position, u64 seed, float scale) {
   const Bits bits = philox(token >> 2, position, seed);
   const u32 word = token & 2 ? (token & 1 ? bits.word[3] : bits.word[2]) : (token & 1 ? bits.word[1] : bits.word[0]);
@@ -142,7 +142,7 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
 #endif
 
 #ifdef MERGE
-constexpr int LISTS = 8;                               // keys of a thread: up to 32 segments
+constexpr int LISTS = 32 * TOP / TOP_THREADS;          // keys of a thread: up to 32 segments
 // Grid (D, R).
 extern "C" __global__ void __launch_bounds__(TOP_THREADS)
 merge(const u64* keys, const float2* sums, const int* budgets, const int* rows, int* ids, float* z, int* places, float* norm,

@@ -74,33 +74,38 @@ struct Growth {
   int depths, ranks, spine;
 };
 
-// Offer node e's child of rank row.rank[e]. One lane calls it. epoch: of the cap; refusals, fresh: counters.
-__device__ __forceinline__ void offer(Row& row, const Growth& how, int e, int cap, u32 serial, u32& refusals, int count) {
-  const int rank = row.rank[e], depth = row.depth[e];
-  row.key[e] = ~0ull;
-  row.refused[e] = false;
-  if (rank >= count) return;
+// What node e offers: its child of some rank.
+struct Offer {
+  int e, rank, depth, list;
+  double total;                                        // of the node
+  bool spine;
+};
+// Make the offer, or note that the cap refuses it and return true; its place among the refused is the caller's. serial: if it is made.
+__device__ __forceinline__ bool offer(Row& row, const Growth& how, const Offer& o, int cap, u32 serial, int count) {
+  row.key[o.e] = ~0ull;
+  row.refused[o.e] = false;
+  if (o.rank >= count) return false;
   float score;
-  int place = rank;
+  int place = o.rank;
 #if TABLE
-  if (depth > 0) { const int l = row.list[e]; score = row.child_score[l][rank]; place = row.child[l][rank]; }
+  if (o.depth > 0) { score = row.child_score[o.list][o.rank]; place = row.child[o.list][o.rank]; }
   else
 #endif
-  score = row.score[depth][rank];
-  if (!(score > minus_infinity())) return;
-  row.offer_token[e] = row.ids[depth][place];
-  if (rank >= cap) {
-    row.refused[e] = true;
-    row.serial[e] = refusals++;
-    return;
+  score = row.score[o.depth][o.rank];
+  if (!(score > minus_infinity())) return false;
+  row.offer_token[o.e] = row.ids[o.depth][place];
+  if (o.rank >= cap) {
+    row.refused[o.e] = true;
+    return true;
   }
   double add = 0.0;
   if (how.correction)
-    add = how.correction[((row.spine[e] ? how.depths : 0) + min(depth, how.depths - 1)) * how.ranks + min(rank, how.ranks - 1)];
-  const double total = add_double(add_double(row.total[e], (double)score), add);
-  row.offer_total[e] = total;
-  row.key[e] = order_of(how.spine && row.spine[e] && rank == 0 ? depth - 1e9 : -total);
-  row.serial[e] = serial;
+    add = how.correction[((o.spine ? how.depths : 0) + min(o.depth, how.depths - 1)) * how.ranks + min(o.rank, how.ranks - 1)];
+  const double total = add_double(add_double(o.total, (double)score), add);
+  row.offer_total[o.e] = total;
+  row.key[o.e] = order_of(how.spine && o.spine && o.rank == 0 ? o.depth - 1e9 : -total);
+  row.serial[o.e] = serial;
+  return false;
 }
 
 // The best offer's node, or -1. All lanes of warp 0.
@@ -109,12 +114,17 @@ __device__ __forceinline__ int best_offer(const Row& row) {
   u64 key[3];
 #pragma unroll
   for (int i = 0; i < 3; i++) key[i] = row.key[lane + 32 * i];
-  u64 mine = min(key[0], min(key[1], key[2]));
+  const u64 mine = min(key[0], min(key[1], key[2]));
   const u32 high = warp_min_u32((u32)(mine >> 32));
   const u32 low = warp_min_u32((u32)(mine >> 32) == high ? (u32)mine : ~0u);
   const u64 best = (u64)high << 32 | low;
   if (best == ~0ull) return -1;
-  u32 token = ~0u, serial = ~0u;
+  u32 equal[3];
+#pragma unroll
+  for (int i = 0; i < 3; i++) equal[i] = __ballot_sync(ALL_LANES, key[i] == best);
+  if (__popc(equal[0]) + __popc(equal[1]) + __popc(equal[2]) == 1)             // nearly always
+    return equal[0] ? __popc(equal[0] - 1) : equal[1] ? 32 + __popc(equal[1] - 1) : 64 + __popc(equal[2] - 1);
+  u32 token = ~0u, serial = ~0u, found = ~0u;
 #pragma unroll
   for (int i = 0; i < 3; i++) if (key[i] == best) token = min(token, (u32)row.offer_token[lane + 32 * i]);
   token = warp_min_u32(token);
@@ -122,7 +132,6 @@ __device__ __forceinline__ int best_offer(const Row& row) {
   for (int i = 0; i < 3; i++)
     if (key[i] == best && (u32)row.offer_token[lane + 32 * i] == token) serial = min(serial, row.serial[lane + 32 * i]);
   serial = warp_min_u32(serial);
-  u32 found = ~0u;
 #pragma unroll
   for (int i = 0; i < 3; i++)
     if (key[i] == best && (u32)row.offer_token[lane + 32 * i] == token && row.serial[lane + 32 * i] == serial) found = lane + 32 * i;
@@ -255,9 +264,9 @@ grow(const int* ids, const float* z, const int* places, const float* norm, const
     if (warp == 0) {
       int n = 1, step = 0, until = caps[0], cap = caps[1];
       u32 epoch = 0, refusals = 0, fresh = 1;          // alike in all lanes
-      if (lane == 0) offer(row, how, 0, cap, FRESH, refusals, width);
-      refusals = __shfl_sync(ALL_LANES, refusals, 0);
+      if (lane == 0 && offer(row, how, {0, 0, 0, 0, 0.0, true}, cap, FRESH, width)) row.serial[0] = 0;
       __syncwarp();
+      refusals = row.refused[0];
       while (n <= budget) {
         int e = best_offer(row);
         while ((e < 0 || n > until) && step + 1 < steps) {
@@ -268,20 +277,21 @@ grow(const int* ids, const float* z, const int* places, const float* norm, const
 #pragma unroll
           for (int i = 0; i < 3; i++) {                // what still is refused keeps its place among the refused
             const int o = lane + 32 * i;
-            if (o < n && row.refused[o] && row.rank[o] < cap) {
-              u32 ignored = 0;
-              offer(row, how, o, cap, epoch + row.serial[o], ignored, width);
-            }
+            if (o < n && row.refused[o] && row.rank[o] < cap)
+              offer(row, how, {o, row.rank[o], row.depth[o], row.list[o], row.total[o], row.spine[o]}, cap, epoch + row.serial[o], width);
           }
           __syncwarp();
           e = best_offer(row);
         }
         if (e < 0) break;
-        const int rank = row.rank[e], from = row.depth[e], depth = from + 1;
+        const int rank = row.rank[e], from = row.depth[e], depth = from + 1, above = row.list[e], token = row.offer_token[e];
+        const double total = row.total[e], sum = row.offer_total[e];
+        const bool line = row.spine[e], more = n < budget;
+        const u64 low_mask = row.mask[e][0], high_mask = row.mask[e][1];
         int list = 0;
 #if TABLE
-        const int place = depth == 1 ? rank : row.child[row.list[e]][rank];
-        if (n < budget && depth < D) {                 // it may have children
+        const int place = depth == 1 ? rank : row.child[above][rank];
+        if (more && depth < D) {                       // it may have children
           list = row.list_of[from][place];
           if (list < 0) {
             list = lists++;
@@ -290,24 +300,25 @@ grow(const int* ids, const float* z, const int* places, const float* norm, const
         }
 #endif
         __syncwarp();
+        bool refused = false;
         if (lane == 0) {
-          row.total[n] = row.offer_total[e];
-          row.token[n] = row.offer_token[e]; row.parent[n] = e; row.depth[n] = depth; row.rank[n] = 0; row.list[n] = list;
-          row.spine[n] = row.spine[e] && rank == 0;
-          row.mask[n][0] = row.mask[e][0] | (n < 64 ? 1ull << n : 0);
-          row.mask[n][1] = row.mask[e][1] | (n < 64 ? 0 : 1);
+          row.token[n] = token; row.parent[n] = e; row.mask[n][0] = low_mask | (n < 64 ? 1ull << n : 0);
+          row.mask[n][1] = high_mask | (n < 64 ? 0 : 1);
           row.rank[e] = rank + 1;
 #if TABLE
           if (list) row.list_of[from][place] = (short)list;
 #endif
-          if (n < budget) {
-            offer(row, how, e, cap, epoch + FRESH + fresh, refusals, width);
-            if (depth < D) offer(row, how, n, cap, epoch + FRESH + fresh + 1, refusals, width);
-          }
+          if (more) refused = offer(row, how, {e, rank + 1, from, above, total, line}, cap, epoch + FRESH + fresh, width);
+        } else if (lane == 1) {                        // side by side with the parent's next offer
+          row.total[n] = sum; row.depth[n] = depth; row.rank[n] = 0; row.list[n] = list; row.spine[n] = line && rank == 0;
+          if (more && depth < D)
+            refused = offer(row, how, {n, 0, depth, list, sum, line && rank == 0}, cap, epoch + FRESH + fresh + 1, width);
         }
+        const u32 both = __ballot_sync(ALL_LANES, refused);
+        if (refused) row.serial[lane ? n : e] = refusals + (lane ? both & 1 : 0);     // the parent's comes first
+        refusals += __popc(both);
         n++;
         fresh += 2;
-        refusals = __shfl_sync(ALL_LANES, refusals, 0);
         __syncwarp();
       }
       if (lane == 0) row.nodes = n;

@@ -7,7 +7,7 @@ from torch import Tensor
 
 COLD = 1e-5
 """Temperatures up to this are greedy: no noise, and no division by them."""
-SEGMENT, THREADS, CHUNK = 8192, 256, 8
+SEGMENT, THREADS, CHUNK = 8192, 512, 8
 """Tokens of a segment; the threads that share it; tokens that one reads at a time."""
 _LOW = 0xFFFFFFFF
 _HALF_OCTAVE = 0x3F3504F3

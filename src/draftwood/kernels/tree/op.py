@@ -18,10 +18,8 @@ from draftwood.kernels.tree.ref import NODES, TOP, Candidates, Flat, Options, Ta
 _FOLDER = Path(__file__).parent
 _NULL = np.uint64(0)
 MOST_ROWS, MOST_DEPTH, MOST_VOCAB = 65535, 15, 32 * SEGMENT
-_THREADS = {"pick": 256, "merge": 256, "grow": 128, "flatten": 128}
+_THREADS = {"pick": 512, "merge": 512, "grow": 128, "flatten": 128}
 _GROW_TABLE_THREADS = 512
-_PICK_SPILL = 48
-"""Bytes: two blocks on a multiprocessor leave 128 registers, and a handful of values outside the loops does not fit."""
 _GROW_SHARED = (24_576, 94_208)
 """Bytes of a row's growth without and with a previous-token table; grow.cu asserts them."""
 
@@ -118,11 +116,8 @@ def _threads(entry: str, flag: int) -> int:
 
 def variants() -> list[Variant]:
     """Everything the launchers choose."""
-    forms = [("pick", 0, 2), ("pick", 1, 2), ("merge", 0, 4), ("grow", 0, 8), ("grow", 1, 2), ("flatten", 0, 8)]
-    return [
-        Variant(_source(entry, flag), _threads(entry, flag), _shared(entry, flag), blocks, _PICK_SPILL if entry == "pick" else 0)
-        for entry, flag, blocks in forms
-    ]
+    forms = [("pick", 0, 2), ("pick", 1, 2), ("merge", 0, 3), ("grow", 0, 8), ("grow", 1, 2), ("flatten", 0, 8)]
+    return [Variant(_source(entry, flag), _threads(entry, flag), _shared(entry, flag), blocks) for entry, flag, blocks in forms]
 
 
 @functools.cache

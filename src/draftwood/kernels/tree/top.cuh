@@ -1,17 +1,17 @@
 // The 64 highest keys of a block, exactly and in order. Keys are distinct, except 0, which means nothing.
 //
-// 1. Each pair of threads (t, t + 128) knows its highest key. The 64th highest of these 128 bounds the 64th of all from below.
+// 1. Each group of threads (t, t + 128, ...) knows its highest key. The 64th highest of these 128 bounds the 64th of all from below.
 // 2. Keys that reach the bound are collected: about 90 of 8192 for logits; their order in the list does not matter.
 // 3. Each finds its rank by counting. Ranks are distinct, so the result has one form.
 // Step 1 compares values alone, which is cheap; only if ties make step 2 overflow is it done again with whole keys.
 #pragma once
 #include "segment.cuh"
 
-constexpr int TOP = 64, TOP_THREADS = 256, GROUPS = TOP_THREADS / 2;
+constexpr int TOP = 64, TOP_THREADS = SEGMENT_THREADS, GROUPS = 128, SHARE = TOP_THREADS / GROUPS;
 
 template <int PER>
 struct TopWork {
-  static constexpr int CAPACITY = TOP * 2 * PER;       // 64 groups hold no more
+  static constexpr int CAPACITY = TOP * SHARE * PER;       // 64 groups hold no more
   static_assert(CAPACITY >= TOP_THREADS, "the list also holds a key per thread");
   alignas(16) u64 list[CAPACITY];
   u64 top[TOP];                                        // the result: descending, then zeros
@@ -50,7 +50,7 @@ __device__ __forceinline__ void collect(TopWork<PER>& work, Key key, u64 bound) 
 }
 
 // key(j), j < KEYS: this thread's keys; returns the highest's value part. work.bound: a value part that at least 64 keys reach (1: fewer
-// than 64 pairs of threads have a key). All threads of the block call it; it ends with a barrier.
+// than 64 groups of threads have a key). All threads of the block call it; it ends with a barrier.
 template <int KEYS, int PER, class Key>
 __device__ __forceinline__ u32 block_bound(TopWork<PER>& work, Key key) {
   const int tid = threadIdx.x;
@@ -60,7 +60,12 @@ __device__ __forceinline__ u32 block_bound(TopWork<PER>& work, Key key) {
   work.maxima[tid] = mine;
   if (tid == 0) { work.bound = 1; work.bound_key = 1; work.count = 0; }
   __syncthreads();
-  if (tid < GROUPS) work.group[tid] = max(work.maxima[tid], work.maxima[tid + GROUPS]);
+  if (tid < GROUPS) {
+    u32 most = work.maxima[tid];
+#pragma unroll
+    for (int k = 1; k < SHARE; k++) most = max(most, work.maxima[tid + k * GROUPS]);
+    work.group[tid] = most;
+  }
   __syncthreads();
   if (tid < GROUPS) {
     const u32 g = work.group[tid];
@@ -87,7 +92,12 @@ __device__ __forceinline__ void block_top(TopWork<PER>& work, Key key) {
     work.list[tid] = best;
     if (tid == 0) work.count = 0;
     __syncthreads();
-    if (tid < GROUPS) work.group_key[tid] = max(work.list[tid], work.list[tid + GROUPS]);
+    if (tid < GROUPS) {
+      best = work.list[tid];
+#pragma unroll
+      for (int k = 1; k < SHARE; k++) best = max(best, work.list[tid + k * GROUPS]);
+      work.group_key[tid] = best;
+    }
     __syncthreads();
     if (tid < GROUPS) {
       const u64 g = work.group_key[tid];
