@@ -66,7 +66,8 @@ class Completion:
     tok_s: float
     """Tokens of the answer per second from the request's first step to its last."""
     stage_ms: dict[str, float]
-    """Milliseconds of the decoding steps by stage; steps shared with other requests count for each."""
+    """Milliseconds of the decoding steps by stage; steps shared with other requests count for each. All zero on a GPU, where a
+    step is one graph: `bench step` times its stages."""
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     cached_tokens: int = 0

@@ -10,7 +10,7 @@ from torch import Tensor
 from draftwood.config import Options, Plan
 from draftwood.engine.cuda.auto import AutoTrees
 from draftwood.engine.cuda.graph import CudaParts
-from draftwood.engine.cuda.stepper import CudaStepper
+from draftwood.engine.cuda.stepper import CudaStepper, short_of_memory
 from draftwood.errors import ConfigError
 from draftwood.kernels.tree.ref import CAP_STEPS, Table
 from draftwood.kernels.tree.ref import Options as GrowOptions
@@ -52,14 +52,9 @@ def start(
         stepper.calibrate()
         return parts, stepper
     except torch.OutOfMemoryError:
-        whole = sum(n for _, n in plan.memory) / 2**30
-        raise ConfigError(
-            f"the GPU has less free memory than the {whole:.1f} GiB of the plan; end what uses it, or lower --max-num-seqs, "
-            "--max-model-len or --tree-budget"
-        ) from None
+        raise short_of_memory(plan) from None
 
 
-@torch.inference_mode(False)  # what is written later must be ordinary tensors, whatever mode the caller is in
 def build(
     plan: Plan,
     config: ModelConfig,

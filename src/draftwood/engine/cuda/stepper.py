@@ -19,7 +19,7 @@ from draftwood.engine.cuda.state import DeviceRows, Staged, carve_host, pinned
 from draftwood.engine.request import SamplingParams
 from draftwood.engine.scheduler import Start, StepPlan
 from draftwood.engine.step import StepResult
-from draftwood.errors import RequestError
+from draftwood.errors import ConfigError, RequestError
 from draftwood.model.cuda.keys import Key, Sizes
 from draftwood.spec.accept import Path
 from draftwood.spec.grammar import Constraint
@@ -29,6 +29,15 @@ FEW = 16
 """Rows of logits that are sorted at once for their likeliest tokens (31 MB for K2.6's)."""
 REPEATS = 3
 """How often a step is timed for automatic trees; the fastest counts."""
+
+
+def short_of_memory(plan: Plan) -> ConfigError:
+    """What to say when a plan's memory is not there after all."""
+    whole = sum(n for _, n in plan.memory) / 2**30
+    return ConfigError(
+        f"the GPU has less free memory than the {whole:.1f} GiB of the plan; end what uses it, or lower --max-num-seqs, "
+        "--max-model-len or --tree-budget"
+    )
 
 
 class CudaStepper:
@@ -77,9 +86,13 @@ class CudaStepper:
         return self._launches[key]
 
     def warm(self) -> None:
-        """Record the graphs of all keys; those of steps with grammars come when they are needed."""
-        for key in self.sizes.keys():  # noqa: SIM118
-            self.prepare(key)
+        """Record the graphs of all keys; those of steps with grammars come when they are needed. Raises ConfigError when the
+        device's memory does not hold them."""
+        try:
+            for key in self.sizes.keys():  # noqa: SIM118
+                self.prepare(key)
+        except torch.OutOfMemoryError:
+            raise short_of_memory(self.plan) from None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, trace: bool = False) -> Flying:
