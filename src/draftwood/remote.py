@@ -40,10 +40,14 @@ def needs(*packages: str, command: str) -> None:
             raise ConfigError(f"{command} needs {package}; pip install 'draftwood[serve]'")
 
 
-def connect(args: argparse.Namespace) -> Remote:
-    """Find the server at --base-url. Raises ConfigError where there is none, and for flags that only a model here could obey."""
+def connect(args: argparse.Namespace, **defaults: Any) -> Remote:
+    """Find the server at --base-url; `defaults` are the command's own of flags of Options.
+
+    Raises ConfigError where there is none, and for flags that only a model here could obey.
+    """
     for f in dataclasses.fields(Options):
-        if getattr(args, f.name, f.default) != f.default:
+        default = defaults.get(f.name, f.default)
+        if getattr(args, f.name, default) != default:
             flag = "MODEL" if f.metadata.get("positional") else f"--{f.name.replace('_', '-')}"
             raise ConfigError(f"{flag} has no effect on the server at --base-url; leave it out, or leave --base-url out")
     if not args.base_url.startswith(("http://", "https://")):

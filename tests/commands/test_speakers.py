@@ -97,4 +97,10 @@ class TestWhatAServerMaySay:
 @pytest.mark.parametrize("words", [["--base-url", "http://127.0.0.1:9"], ["--base-url", "x"], ["k2.6", "--base-url", "http://x"]])
 def test_a_server_that_is_none_is_one_line(words, capsys):
     assert cli.main(["chat", *words]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "caching" not in said
+
+
+def test_a_flag_for_the_model_here_is_refused_with_a_server_elsewhere(capsys):
+    assert cli.main(["chat", "--base-url", "http://127.0.0.1:9", "--no-enable-prefix-caching"]) == 2
+    assert "--enable-prefix-caching has no effect" in capsys.readouterr().err

@@ -26,6 +26,8 @@ HELP = "/reset: forget the conversation   /exit: leave   Ctrl-C: stop an answer"
 PROMPT = "> "
 SILENCE = 600.0
 """Seconds without a word after which a server counts as gone."""
+DEFAULTS = {"enable_prefix_caching": True}
+"""Of the engine's options, where a conversation has its own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     remote.add_arguments(parser, "the model runs here")
     add_sampling(parser)
     add_options(parser)
-    parser.set_defaults(enable_prefix_caching=True)
+    parser.set_defaults(**DEFAULTS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +71,7 @@ def _afar(args: argparse.Namespace, params: SamplingParams) -> int:
     remote.needs("httpx", command="chat with --base-url")
     import httpx
 
-    server = remote.connect(args)
+    server = remote.connect(args, **DEFAULTS)
     with (
         httpx.Client(base_url=server.url, headers=server.headers, timeout=SILENCE, trust_env=False) as client,
         closed_pipe_is_fine(),
