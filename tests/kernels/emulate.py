@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import hashlib
+import itertools
 import shutil
 import subprocess
 import tempfile
@@ -25,6 +26,11 @@ def _library(file: Path, entry: str, macros: tuple[tuple[str, str], ...]) -> cty
     base = Path(_FOLDER.name) / name
     base.with_suffix(".cpp").write_text(
         f'#include "{file}"\n'
+        "template <class... Given> static const int* sizes_of(void (*)(Given...)) {\n"
+        "  static const int sizes[] = {(int)sizeof(Given)..., 0};\n"
+        "  return sizes;\n"
+        "}\n"
+        f'extern "C" const int* argument_sizes() {{ return sizes_of({entry}); }}\n'
         'extern "C" const char* emulate(const int* grid, int threads, const unsigned long long* arguments) {\n'
         f"  return emulated::run_grid({{grid[0], grid[1], grid[2]}}, threads, [&] {{ emulated::call({entry}, arguments); }});\n"
         "}\n"
@@ -34,7 +40,12 @@ def _library(file: Path, entry: str, macros: tuple[tuple[str, str], ...]) -> cty
     subprocess.run(command, check=True, capture_output=True, text=True)
     library = ctypes.CDLL(f"{base}.so")
     library.emulate.restype = ctypes.c_char_p
+    library.argument_sizes.restype = ctypes.POINTER(ctypes.c_int)
     return library
+
+
+def _size(value: Any) -> int:
+    return 8 if isinstance(value, torch.Tensor) else value.dtype.itemsize
 
 
 class Emulated:
@@ -43,11 +54,17 @@ class Emulated:
     def __init__(self, source: jit.Source) -> None:
         macros = tuple(sorted((k, str(v)) for k, v in source.macros.items()))
         self.library = _library(source.file, source.entry, macros)
+        sizes = self.library.argument_sizes()
+        self.sizes = list(itertools.takewhile(bool, (sizes[i] for i in itertools.count())))
+        """Bytes of the kernel's arguments."""
 
     def __call__(
         self, grid: int | tuple[int, ...], block: int, args: Sequence[Any], shared: int | None = None, pdl: bool = False
     ) -> None:
-        """Run the grid to its end. Raises RuntimeError for an address, an alignment or a copy that no GPU would allow."""
+        """Run the grid to its end. Raises RuntimeError for an address, an alignment or a copy that no GPU would allow, and for
+        arguments that are more, fewer or of other sizes than the kernel's: a driver would read beyond them."""
+        if (given := [_size(a) for a in args]) != self.sizes:
+            raise RuntimeError(f"the kernel has arguments of {self.sizes} bytes; the launch gives {given}")
         sizes = (grid,) if isinstance(grid, int) else grid
         words = np.zeros(len(args), np.uint64)
         for i, a in enumerate(args):

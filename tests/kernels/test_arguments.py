@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from draftwood.kernels.jit import _argument
+from draftwood.kernels.linear import op, plan
+from tests.kernels.emulate import COMPILER, Emulated
 
 
 def test_numbers_with_a_width_are_passed_on_and_python_numbers_are_refused() -> None:
@@ -20,3 +22,16 @@ def test_numbers_with_a_width_are_passed_on_and_python_numbers_are_refused() -> 
 def test_a_tensor_becomes_its_address() -> None:
     x = torch.zeros(3)
     assert _argument(x) == x.data_ptr()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("change", ["missing", "one more", "too narrow"])
+def test_a_launch_whose_arguments_are_not_the_kernels_is_refused_where_it_is_emulated(change: str) -> None:
+    """On a GPU the driver would read what lies behind them."""
+    form = next(iter(plan.all_forms(next(iter(op._MACHINES.values())))))
+    kernel = Emulated(op.source(form))
+    of_size = {4: np.int32(0), 8: np.int64(0)}
+    args = [of_size[size] for size in kernel.sizes]
+    changed = {"missing": args[:-1], "one more": [*args, np.int32(0)], "too narrow": [np.int32(0), *args[1:]]}[change]
+    with pytest.raises(RuntimeError, match="the launch gives"):
+        kernel(1, form.threads, changed)
