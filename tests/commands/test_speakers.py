@@ -87,6 +87,11 @@ class TestWhatAServerMaySay:
             ("<html>", 502, "answers 502: <html>"),
             ("data: {", 200, "does not answer as one"),
             ('data: {"error": "out of memory"}\n', 200, "out of memory"),
+            ("data: 7\n", 200, "does not answer as one"),
+            ('data: {"choices": [3]}\n', 200, "does not answer as one"),
+            ('data: {"choices": [{"delta": {"content": 3}}]}\n', 200, "does not answer as one"),
+            ('data: {"usage": {"completion_tokens": 3}, "choices": 3}\n', 200, "does not answer as one"),
+            ('data: {"choices": [{"finish_reason": "stop", "timings": 3}], "usage": {"completion_tokens": 3}}\n', 200, "as one"),
         ],
     )
     def test_anything_else_is_told(self, text, status, said):

@@ -75,7 +75,7 @@ async def send(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> An
                     else:
                         answer.first = now - began
                     last = now
-    except (httpx.HTTPError, ValueError) as error:  # ValueError: a line that is no JSON
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:  # the latter: no JSON, or another form
         answer.error = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
         return answer
     answer.latency = time.perf_counter() - began

@@ -101,7 +101,7 @@ class Distant:
                         yield from _parts(choice.get("delta") or {})
                     if usage := chunk.get("usage"):
                         cost = _cost(usage["completion_tokens"], end)
-        except (httpx.HTTPError, ValueError, LookupError) as error:
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise RequestError(f"the server does not answer as one: {str(error) or type(error).__name__}", "messages") from None
         yield cost
 
@@ -121,10 +121,12 @@ def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def _parts(delta: dict[str, Any]) -> Iterator[Part]:
-    if thought := delta.get("reasoning_content") or delta.get("reasoning"):
-        yield thought, True
-    if text := delta.get("content"):
-        yield text, False
+    """Raises TypeError for parts that are no texts."""
+    for part, thought in ((delta.get("reasoning_content") or delta.get("reasoning"), True), (delta.get("content"), False)):
+        if part and not isinstance(part, str):
+            raise TypeError(f"part of its answer is {str(part)[:60]!r}, no text")
+        if part:
+            yield part, thought
 
 
 def _refusal(response: httpx.Response) -> str:
