@@ -163,26 +163,28 @@ def _wide_shared(warps: int, tiles: int, depth: int, x_steps: int) -> int:
     return max(ring, tiles * 8 * (warps * 32 + 4) * 4)
 
 
+TRIED = 6
+"""Forms of a shape that are worth measuring."""
 ALONE = (1.2, 1.05, 1.0)
 """What it costs that none, or one other block works while one waits at its barrier."""
 
 
 @functools.cache
 def wide_forms(shape: Shape, tiles: int, machine: Machine = H200, passes: int = 1) -> tuple[Form, ...]:
-    """Return the wide kernel's forms for `passes` times 8 * `tiles` rows of x, one for each number of resident blocks, the
-    cheapest first: clusters of S blocks along K, with as many row tiles in each block as load the multiprocessors evenly."""
+    """Return the wide kernel's forms for `passes` times 8 * `tiles` rows of x, one for each number of resident blocks and of steps
+    between barriers, the cheapest first: clusters of S blocks along K, with as many row tiles in each block as load the
+    multiprocessors evenly."""
     s = segments(shape)
     fits = []
-    for block in (
-        range(2, 19) if tiles <= 3 else range(3, 19) if tiles <= 9 else range(5, 17)
-    ):  # registers hold no more, and no fewer
+    fewest = 2 if tiles <= 3 else 3 if tiles <= 9 else 7 + 2 * _tail(shape)  # registers hold the pointers to x of no fewer threads
+    for block in range(fewest, 19 if tiles <= 9 else 17):
         warps, blocks = -(-block // 2), -(-shape.outputs // (16 * block)) * shape.heads * s * passes
-        for resident in range(1, min(6, TILES[tiles] // warps) + 1):
+        for resident in range(1, min(4, TILES[tiles] // warps) + 1):
             for depth in (3, 4, 5, 6):
                 for x_steps in (1, 2, 4):
                     shared = _wide_shared(warps, tiles, depth, x_steps)
                     fitting = (shared + RESERVED) * resident <= machine.total and shared <= machine.block
-                    if fitting and x_steps * tiles <= max(10, tiles):
+                    if fitting and x_steps * tiles <= max(20, tiles):
                         fits.append(_Fit(block, warps, resident, blocks, depth, x_steps))
 
     def cost(f: _Fit) -> tuple[float, int, int, int]:
@@ -190,18 +192,25 @@ def wide_forms(shape: Shape, tiles: int, machine: Machine = H200, passes: int = 
         alone = ALONE[min(f.together(machine), len(ALONE)) - 1]
         share = 1 + 0.08 * tiles / f.tiles + 0.02 * tiles * (f.tiles % 2) / f.tiles
         total = f.load(s, machine) * f.starved(4096, machine) ** 0.5 * alone * share
-        return round(total, 2), -min(f.depth, 4), -f.x_steps, -f.depth
+        return round(total, 2), -min(f.depth, 4), -min(f.x_steps * tiles, 10), -f.depth
 
-    found: dict[int, Form] = {}
+    found: dict[tuple[int, int], Form] = {}
     for best in sorted(fits, key=cost):
         macros = _macros(shape, CLUSTER=s, TILES=tiles, BLOCK=best.tiles, DEPTH=best.depth, XSTEPS=best.x_steps)
         shared = _wide_shared(best.warps, tiles, best.depth, best.x_steps)
-        found.setdefault(best.resident, Form("linear_wide", macros, 32 * best.warps, shared, 16 * best.tiles, 8 * tiles, s))
+        found.setdefault(
+            (best.together(machine), best.x_steps),
+            Form("linear_wide", macros, 32 * best.warps, shared, 16 * best.tiles, 8 * tiles, s),
+        )
     return tuple(found.values())
 
 
+def _tail(shape: Shape) -> int:
+    return int(shape.inputs % 64 != 0)
+
+
 def _macros(shape: Shape, **given: int) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted((given | {"GLU": int(shape.glu), "TAIL": int(shape.inputs % 64 != 0)}).items()))
+    return tuple(sorted((given | {"GLU": int(shape.glu), "TAIL": _tail(shape)}).items()))
 
 
 def forms_for(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]:

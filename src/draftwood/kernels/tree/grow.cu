@@ -20,12 +20,12 @@
 #define LIKELY 16        // candidates of each depth whose children are ranked beforehand; with DEPTHS - 1 depths at most MOST_LIKELY lists
 #endif
 constexpr int TOP = 64, NODES = 65, DEPTHS = 15, GROW_THREADS = TABLE ? 512 : 128, MOST_LIKELY = 6 * LIKELY;
-constexpr int LISTS = NODES + MOST_LIKELY;
+constexpr int LISTS = NODES + MOST_LIKELY, SIEVE = 2048;
 constexpr u32 FRESH = 1u << 15, EPOCH = 1u << 16;      // serial = epoch, then refused ones in order, then fresh ones in order
 
 
 // One row's tree in the making; a block has one.
-struct Row {
+struct alignas(16) Row {
   double total[NODES], offer_total[NODES];
   u64 key[96];                                         // of each node's offer, the lowest is the best; ~0: no offer
   u64 mask[NODES][2];
@@ -40,13 +40,14 @@ struct Row {
   int low[DEPTHS][TOP], length[DEPTHS][TOP];           // the table's row of each candidate
   float base[DEPTHS][TOP];
   short list_of[DEPTHS][TOP];                          // a candidate's list of children, -1: not ranked yet
+  u32 seen[DEPTHS][SIEVE / 32];                        // bit t % SIEVE is set if a candidate t is among those of the depth
   float child_score[LISTS][TOP];
   unsigned char child[LISTS][TOP];                     // place in ids[depth]
 #endif
   int nodes;
 };
 struct Desk {                                          // where a warp ranks one list
-  u64 order[TOP];
+  alignas(16) u64 order[TOP];
   float pmi[TOP];
 };
 
@@ -147,14 +148,18 @@ __device__ __forceinline__ void rank_children(Row& row, Desk& desk, int from, in
   desk.pmi[lane] = desk.pmi[lane + 32] = row.base[from][place];
   __syncwarp();
   if (length <= 2048) {                                // read the table's row; few of its tokens are candidates
-#pragma unroll 4
-    for (int k = lane; k < length; k += 32) {
-      const int token = cols[low + k];
-      const float value = vals[low + k];
-      int at = 0;
+    for (int k = lane; k < length; k += 4 * 32) {
+      int token[4];
 #pragma unroll
-      for (int step = TOP / 2; step > 0; step >>= 1) if ((u32)ids[at + step] <= (u32)token) at += step;
-      if (ids[at] == token) desk.pmi[at] = value;
+      for (int u = 0; u < 4; u++) token[u] = k + 32 * u < length ? cols[low + k + 32 * u] : -1;
+#pragma unroll
+      for (int u = 0; u < 4; u++) {
+        if (token[u] < 0 || !(row.seen[depth][token[u] / 32 % (SIEVE / 32)] >> (token[u] & 31) & 1)) continue;
+        int at = 0;
+#pragma unroll
+        for (int step = TOP / 2; step > 0; step >>= 1) if ((u32)ids[at + step] <= (u32)token[u]) at += step;
+        if (ids[at] == token[u]) desk.pmi[at] = vals[low + k + 32 * u];
+      }
     }
   } else {                                             // search it
 #pragma unroll
@@ -186,8 +191,12 @@ __device__ __forceinline__ void rank_children(Row& row, Desk& desk, int from, in
   for (int i = 0; i < 2; i++) {
     if (!key[i]) continue;
     int rank = 0;
-#pragma unroll 16
-    for (int o = 0; o < TOP; o++) rank += desk.order[o] > key[i];
+#pragma unroll 8
+    for (int o = 0; o < TOP; o += 2) {                 // two in one load
+      alignas(16) u64 pair[2];
+      *reinterpret_cast<uint4*>(pair) = *reinterpret_cast<const uint4*>(desk.order + o);
+      rank += (pair[0] > key[i]) + (pair[1] > key[i]);
+    }
     row.child_score[list][rank] = sub_rn(score[i], norm);
     row.child[list][rank] = (unsigned char)(lane + 32 * i);
   }
@@ -205,6 +214,7 @@ grow(const int* ids, const float* z, const int* places, const float* norm, const
      const int* caps, int steps, long long* tokens, long long* parents, long long* depths, long long* positions, long long* counts,
      float* logprob, u64* ancestors) {
   DYNAMIC_SHARED(unsigned char, memory);
+  static_assert(sizeof(Row) % 16 == 0, "desks stand behind it");
   Row& row = *reinterpret_cast<Row*>(memory);
   const int r = blockIdx.x, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   pdl_wait();
@@ -238,6 +248,16 @@ grow(const int* ids, const float* z, const int* places, const float* norm, const
     }
     __syncthreads();
 #if TABLE
+    for (int i = tid; i < (D - 1) * (SIEVE / 32); i += GROW_THREADS) {
+      const int d = 1 + i / (SIEVE / 32), word = i % (SIEVE / 32);
+      u32 bits = 0;
+#pragma unroll 16
+      for (int c = 0; c < TOP; c++) {
+        const int id = row.ids[d][c];
+        bits |= id >= 0 && id / 32 % (SIEVE / 32) == word ? 1u << (id & 31) : 0;
+      }
+      row.seen[d][word] = bits;
+    }
     for (int i = tid; i < (D - 1) * TOP; i += GROW_THREADS) {
       const int d = i / TOP, c = i % TOP, place = d ? places[((long long)r * D + d) * TOP + c] : c, id = row.ids[d][place];
       const bool there = id >= 0 && id < known;
@@ -251,7 +271,8 @@ grow(const int* ids, const float* z, const int* places, const float* norm, const
     const float weight = (float)(alpha / (double)(heat > 1e-5f ? heat : 1.f));
     Desk& desk = reinterpret_cast<Desk*>(memory + sizeof(Row))[warp];
     __syncthreads();
-    const int likely = D > 1 ? min(min(LIKELY, width), MOST_LIKELY / (D - 1)) : 0;
+    const int wanted = min(LIKELY, max(4, budget / 2));                        // a small tree has few parents
+    const int likely = D > 1 ? min(min(wanted, width), MOST_LIKELY / (D - 1)) : 0;
     int lists = likely * (D - 1);
     for (int t = warp; t < lists; t += GROW_THREADS / 32) {
       const int d = t / likely, c = t % likely, place = d ? places[((long long)r * D + d) * TOP + c] : c;
