@@ -176,7 +176,9 @@ def wide_forms(shape: Shape, tiles: int, machine: Machine = H200, passes: int = 
     multiprocessors evenly."""
     s = segments(shape)
     fits = []
-    fewest = 2 if tiles <= 3 else 3 if tiles <= 9 else 7 + 2 * _tail(shape)  # registers hold the pointers to x of no fewer threads
+    fewest = 2 if tiles <= 3 else 3 if tiles <= 9 else 7  # registers hold the pointers to x of no fewer threads
+    if tiles > 9 and machine != PRO_6000:
+        fewest += 2 * _tail(shape)  # sm_90 needs a few more
     for block in range(fewest, 19 if tiles <= 9 else 17):
         warps, blocks = -(-block // 2), -(-shape.outputs // (16 * block)) * shape.heads * s * passes
         for resident in range(1, min(4, TILES[tiles] // warps) + 1):
