@@ -12,6 +12,7 @@ from draftwood.bench import device
 from draftwood.engine.cuda.record import Immediate
 from draftwood.kernels.sizes import op as sizes_op
 from draftwood.kernels.sizes import ref as sizes_ref
+from draftwood.errors import ConfigError
 from draftwood.model import costs
 from tests import cuda_refs
 from tests.engine.cuda_nano import engine, made_plan
@@ -45,7 +46,7 @@ def test_every_case_has_its_times_bytes_and_tokens(monkeypatch):
     some.stepper.auto.measure(lambda rows, nodes, context: (1 + 0.01 * rows * nodes, rows * nodes))
     checkpoint = made_plan()[1]
     llm = SimpleNamespace(engine=some, plan=some.plan, checkpoint=checkpoint)
-    lines = device.measure(llm, [2], [0, 8, "auto"], 100, 1)
+    lines = list(device.measure(llm, [2], [0, 8, "auto"], 100, 1))
     plain, drafted, automatic = lines[2:]
     assert (plain["nodes"], drafted["nodes"]) == (2, 18) and plain["tokens_per_row"] == 1 and drafted["tokens_per_row"] > 1
     want = costs.step_bytes(checkpoint.config, 2, 9, 100, 1, 2, checkpoint.drafter, some.plan.block, some.plan.window)
@@ -54,3 +55,19 @@ def test_every_case_has_its_times_bytes_and_tokens(monkeypatch):
     assert lines[1]["prompt_tokens"] == 192 and lines[0]["synthetic_accept"] == 2.5
     assert device.show(lines).count("\n") == 6
     assert some.idle and some.scheduler.available == some.plan.num_pages
+
+
+def test_a_case_without_memory_is_a_line_and_the_others_go_on():
+    class Bench(device.DeviceBench):
+        def __init__(self):
+            pass
+
+        def case(self, rows, budget):
+            if budget == 64:
+                raise ConfigError("no memory for that graph\nand more")
+            return {"rows": rows, "budget": budget}
+
+    bench = Bench()
+    lines = [bench.tried(1, 8), bench.tried(1, 64)]
+    assert lines == [{"rows": 1, "budget": 8}, {"rows": 1, "budget": 64, "failed": "no memory for that graph"}]
+    assert "no memory for that graph" in device.show(lines)

@@ -9,7 +9,7 @@ tensor, measured in the same run.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from draftwood.engine.cuda.graph import CudaStep
 from draftwood.engine.cuda.record import Graphs, Launch
 from draftwood.engine.cuda.stepper import CudaStepper
 from draftwood.engine.request import SamplingParams
+from draftwood.errors import ConfigError
 from draftwood.kernels.case import read_peak
 from draftwood.model import costs
 
@@ -37,16 +38,16 @@ CHUNKS = 3
 
 
 @torch.inference_mode()
-def measure(llm: LLM, rows: Sequence[int], budgets: Sequence[int | str], context: int, seed: int) -> list[dict[str, Any]]:
-    """Return the device's line, one for prompts, then one for each number of rows and budget."""
+def measure(llm: LLM, rows: Sequence[int], budgets: Sequence[int | str], context: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the device's line, one for prompts, then one for each number of rows and budget; one that cannot run says `failed`."""
     bench = DeviceBench(llm, context, seed)
-    lines = [bench.device_line(), bench.prompt_line()]
+    yield bench.device_line()
+    yield bench.prompt_line()
     with report.progress(len(rows) * len(budgets), "bench step", " cases") as bar:
         for count in rows:
             for budget in budgets:
-                lines.append(bench.automatic(count) if isinstance(budget, str) else bench.case(count, budget))
+                yield bench.tried(count, budget)
                 bar.update()
-    return lines
 
 
 class DeviceBench:
@@ -88,6 +89,13 @@ class DeviceBench:
             self.llm.engine.abort(i)
         while not self.llm.engine.idle:
             self.llm.engine.step()
+
+    def tried(self, rows: int, budget: int | str) -> dict[str, Any]:
+        """One number of rows and one budget, or why there is no number: too little memory for its graph, say."""
+        try:
+            return self.automatic(rows) if isinstance(budget, str) else self.case(rows, budget)
+        except (ConfigError, torch.cuda.OutOfMemoryError) as error:
+            return {"rows": rows, "budget": budget, "failed": str(error).splitlines()[0][:300]}
 
     def case(self, rows: int, budget: int) -> dict[str, Any]:
         """One number of rows and one budget."""
@@ -202,7 +210,7 @@ def show(lines: Sequence[dict[str, Any]]) -> str:
     head = [*(name.replace("_", " ") for name in fixed), *STAGES]
     cases = [line for line in lines if "rows" in line]
     cells = [[*(c.get(name) for name in fixed), *(c.get("stage_ms", {}).get(name) for name in STAGES)] for c in cases]
-    facts = [" ".join(f"{k} {v}" for k, v in line.items()) for line in lines if "rows" not in line]
+    facts = [" ".join(f"{k} {v}" for k, v in line.items()) for line in lines if "rows" not in line or "failed" in line]
     return "\n".join(facts) + "\n\n" + report.table(head, cells)
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwood import plan, report, samples
@@ -76,11 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-tokens", type=int, default=96, help="most new tokens of an answer (default 96)")
     group.add_argument("--repeat", type=int, default=3, help="times every budget is measured (default 3)")
     group.add_argument("--seed", type=int, default=1, help="seed of the first prompt; the others follow (default 1)")
+    group.add_argument("--out", type=Path, help="append each line of a GPU's steps to this file as soon as it is known")
     group.add_argument("--json", action="store_true", help="end with one line of JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; return 0."""
+    """Measure and print; return 1 if a case could not run."""
     budgets = parse_budgets(args.budgets)
     rows = report.numbers("--rows", args.rows, int, 1, 1024)
     if not 1 <= args.repeat <= 100:
@@ -94,8 +96,10 @@ def run(args: argparse.Namespace) -> int:
     if options.device == "cuda":
         sizes = "auto" if "auto" in budgets else largest
         options = dataclasses.replace(options, max_model_len=_context(args) + ROOM, tree_budget=sizes)
-    elif len(rows) > 1 or args.context is not None:
-        flag = f"--context {args.context}" if args.context is not None else f"--rows {args.rows}"
+    elif len(rows) > 1 or args.context is not None or args.out is not None:
+        flag = next(
+            f"--{name} {v}" for name, v in (("context", args.context), ("out", args.out), ("rows", args.rows)) if v is not None
+        )
         raise ConfigError(f"{flag}: only steps of a GPU are timed like that; add --device cuda, or leave it at one number of rows")
     world = options.tp * options.ep
     anywhere = dataclasses.replace(options, device="cpu", synthetic_accept=None)  # whether drafts are possible is a matter of files
@@ -112,11 +116,12 @@ def run(args: argparse.Namespace) -> int:
             return 0
         for remark in llm.plan.notes:
             report.note(f"note: {remark}")
+        failed = False
         if options.device == "cuda":
-            _measure_device(llm, rows, budgets, args)
+            failed = _measure_device(llm, rows, budgets, args)
         if llm.tokenizer is not None:
             _measure_text(llm, chosen, each, budgets, args)
-    return 0
+    return int(failed)
 
 
 def _context(args: argparse.Namespace) -> int:
@@ -125,17 +130,23 @@ def _context(args: argparse.Namespace) -> int:
     return CONTEXT if args.context is None else args.context
 
 
-def _measure_device(llm: LLM, rows: Sequence[int], budgets: Sequence[Budget], args: argparse.Namespace) -> None:
-    """Time a GPU's steps."""
+def _measure_device(llm: LLM, rows: Sequence[int], budgets: Sequence[Budget], args: argparse.Namespace) -> bool:
+    """Time a GPU's steps; return whether a case could not run."""
     from draftwood.bench import device
 
-    lines = device.measure(llm, rows, budgets, _context(args), args.seed)
+    lines = []
+    for line in device.measure(llm, rows, budgets, _context(args), args.seed):
+        lines.append(line)
+        if args.out is not None:
+            with args.out.open("a", encoding="utf-8") as file:
+                file.write(report.json_line(line) + "\n")
     with report.closed_pipe_is_fine():
         report.show(device.show(lines))
         if args.json:
             shape = {"model": llm.options.model, "routed_experts": llm.checkpoint.config.num_experts,
                      "layers": llm.checkpoint.config.num_layers, "load_format": llm.options.load_format}  # fmt: skip
             report.show(report.json_line({**shape, "memory": dict(llm.plan.memory), "cases": lines}))
+    return any("failed" in line for line in lines)
 
 
 def _measure_text(
