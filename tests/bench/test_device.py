@@ -10,9 +10,9 @@ import torch
 
 from draftwood.bench import device
 from draftwood.engine.cuda.record import Immediate
+from draftwood.errors import ConfigError
 from draftwood.kernels.sizes import op as sizes_op
 from draftwood.kernels.sizes import ref as sizes_ref
-from draftwood.errors import ConfigError
 from draftwood.model import costs
 from tests import cuda_refs
 from tests.engine.cuda_nano import engine, made_plan
