@@ -95,14 +95,21 @@ def test_weight_formulas_are_the_bytes_that_a_rank_really_holds(tp, ep):
 
 @pytest.mark.parametrize(("experts", "dtype"), [(4, torch.float32), (16, torch.float32), (4, torch.bfloat16)])
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 2)])
-def test_the_formula_of_expanded_experts_is_what_a_cpu_really_holds(experts, dtype, tp, ep):
+def test_the_formula_of_expanded_experts_counts_the_matrices_that_a_cpu_holds(experts, dtype, tp, ep):
     config = replace(TINY, num_experts=experts, experts_per_token=2)
     for rank in range(tp * ep):
         layout = Layout(tp, ep, rank)
         layers = [layer.mlp for layer in dummy_target(config, layout, dtype, "cpu").layers if isinstance(layer.mlp, MoEWeights)]
         parts = [Experts(w.experts, w.shared, 2, experts, dtype) for w in layers]
-        kept = [[part._gate_up, part._down, vars(part.wide) if part.wide else {}] for part in parts]
-        assert sum(map(held, kept)) == costs.expanded_expert_bytes(config, layout, dtype.itemsize)
+        kept = [m for part in parts for m in (*part._gate_up, *part._down)]
+        kept += [m for part in parts if part.wide is not None for m in (part.wide.gate_up, part.wide.down)]
+        sizes = [costs.matrix_bytes(m.out_features, m.in_features, dtype.itemsize) for m in kept]
+        assert sum(sizes) == costs.expanded_expert_bytes(config, layout, dtype.itemsize)
+
+
+def test_a_matrix_on_a_cpu_is_plain_or_packed_whichever_is_larger():
+    assert costs.matrix_bytes(10, 512, 4) == 10 * 512 * 4 and costs.matrix_bytes(10, 128, 4) == 10 * 512 * 2
+    assert costs.matrix_bytes(10, 128, 2) == 10 * 128 * 2
 
 
 def test_a_step_with_a_drafter_counts_its_pass_once():

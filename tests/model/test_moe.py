@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from draftwood.model import costs, moe, reference
-from draftwood.model.weights import ExpertWeights, MoEWeights
+from draftwood.model.weights import MoEWeights
 from draftwood.parallel.layout import Layout
 from tests.model.tools import SMALL, target_weights
 
@@ -57,8 +58,18 @@ def test_weights_sum_to_the_scaling_factor_also_for_tiny_scores() -> None:
     torch.testing.assert_close(factors.sum(1), torch.full((3,), SMALL.routed_scaling_factor), **CLOSE)
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """One wide product is for threads that share it; with one thread it is never used."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 200])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 15, 16, 17, 64, 65, 200])
 def test_every_way_of_computing_equals_the_formula(monkeypatch: pytest.MonkeyPatch, tokens: int, wide: bool) -> None:
     monkeypatch.setattr(costs, "WIDE_WASTE", 4 if wide else 0)
     weights = layer()
@@ -74,6 +85,7 @@ def test_all_tokens_on_the_same_experts() -> None:
         torch.testing.assert_close(moe.MoE(weights, SMALL, torch.float32)(x), reference.moe(x, weights, SMALL), **CLOSE)
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 2), (1, 4), (1, 8)])
 @pytest.mark.parametrize("tokens", [1, 9, 65])
 @pytest.mark.parametrize("wide", [True, False])
@@ -93,22 +105,22 @@ def test_a_rank_without_any_chosen_expert_gives_only_the_shared_one() -> None:
         torch.testing.assert_close(block(x), reference.mlp(x, weights.shared), **CLOSE)
 
 
-def test_experts_are_kept_in_float16_only_where_that_is_exact() -> None:
+def test_experts_whose_scales_float16_cannot_hold_are_not_rounded() -> None:
+    """Scales so different that no power of two fits both: such an expert stays as it is."""
     weights = layer()
-    kept = moe.MoE(weights, SMALL, torch.float32).experts
-    assert kept._gate_up[0].dtype == torch.float16
-    small = replace(weights, experts=replace(weights.experts, gate_scale=weights.experts.gate_scale * 2**-12))
-    assert isinstance(small.experts, ExpertWeights)
-    block = moe.MoE(small, SMALL, torch.float32)
-    assert block.experts._gate_up[0].dtype == torch.float32 and block.experts._down[0].dtype == torch.float16
-    torch.testing.assert_close(block(inputs(1)), reference.moe(inputs(1), small, SMALL), **CLOSE)
+    scale = weights.experts.gate_scale.clone()
+    scale[:, 0] *= 2**-30
+    uneven = replace(weights, experts=replace(weights.experts, gate_scale=scale))
+    x = inputs(5)
+    torch.testing.assert_close(moe.MoE(uneven, SMALL, torch.float32)(x), reference.moe(x, uneven, SMALL), **CLOSE)
 
 
-def test_bfloat16_experts_are_bfloat16() -> None:
+def test_bfloat16_experts_give_bfloat16() -> None:
     config = SMALL
     weights = target_weights(config, dtype=torch.bfloat16).layers[1].mlp
     assert isinstance(weights, MoEWeights)
-    block, x = moe.MoE(weights, config, torch.bfloat16), inputs(9).bfloat16()
-    out = block(x)
-    assert out.dtype == torch.bfloat16 and block.experts._down[0].dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), reference.moe(x, weights, config).float(), rtol=0.05, atol=0.05)
+    for tokens in (9, 40):
+        block, x = moe.MoE(weights, config, torch.bfloat16), inputs(tokens).bfloat16()
+        out = block(x)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.float(), reference.moe(x, weights, config).float(), rtol=0.05, atol=0.05)

@@ -15,9 +15,11 @@ Table = tuple[tuple[str, int], ...]
 SCALE_BYTES = 2
 """Scales are bfloat16 in the file and in memory."""
 WIDE_WASTE = 4
-"""Most experts held per expert chosen, of one token, for which a CPU keeps all of them as one wide matrix too. Measured
-with 16 experts, 4 chosen, one AVX-512 core: large products in oneDNN's blocked order run at 100 GFLOP/s, products of
-four rows by one expert at 15 to 30."""
+"""Most experts held per expert chosen, of one token, for which a CPU keeps all of them as one wide matrix too: wide
+products run at 90 GFLOP/s a core in float32, and the four times as many operations then take no longer than the calls
+of one product after another."""
+PACKED_INPUTS = 512
+"""Inputs of a packed float16 matrix are padded to a multiple of this."""
 
 
 def total(table: Table) -> int:
@@ -102,17 +104,25 @@ def weight_bytes(config: ModelConfig, layout: Layout | None = None, itemsize: in
     )
 
 
-def expanded_expert_bytes(config: ModelConfig, layout: Layout | None = None, itemsize: int = 4) -> int:
-    """Bytes of one rank's routed experts on a CPU, which expands them from INT4 (`model.moe.Experts`).
+def matrix_bytes(outputs: int, inputs: int, itemsize: int) -> int:
+    """Most bytes of a constant matrix on a CPU: as it is, or packed in float16 with its inputs in blocks (`model.packed`)."""
+    plain = outputs * inputs * itemsize
+    return max(plain, 2 * outputs * -(-inputs // PACKED_INPUTS) * PACKED_INPUTS) if itemsize == 4 else plain
 
-    Two bytes a weight, and where experts are few a second copy as one wide matrix, the shared expert in it.
+
+def expanded_expert_bytes(config: ModelConfig, layout: Layout | None = None, itemsize: int = 4) -> int:
+    """Most bytes of one rank's routed experts on a CPU, which expands them from INT4 (`model.moe.Experts`).
+
+    Two matrices an expert, and where experts are few two more that hold all of them, the shared expert among them.
     """
     layout = layout or Layout()
     hidden, columns = config.hidden_size, len(layout.expert_columns(config.moe_intermediate_size))
-    routed = len(layout.experts(config.num_experts)) * _mlp(hidden, columns)
-    shared = _mlp(hidden, len(layout.columns(config.shared_intermediate_size)))
-    wide = routed + shared if config.num_experts <= WIDE_WASTE * config.experts_per_token else 0
-    return config.num_moe_layers * (2 * routed + itemsize * wide)
+    held = len(layout.experts(config.num_experts))
+    total = held * (matrix_bytes(2 * columns, hidden, itemsize) + matrix_bytes(hidden, columns, itemsize))
+    if config.num_experts <= WIDE_WASTE * config.experts_per_token:
+        wide = held * columns + len(layout.columns(config.shared_intermediate_size))
+        total += matrix_bytes(2 * wide, hidden, itemsize) + matrix_bytes(hidden, wide, itemsize)
+    return config.num_moe_layers * total
 
 
 def drafter_weight_bytes(drafter: DrafterConfig, layout: Layout | None = None, itemsize: int = 2) -> Table:

@@ -84,6 +84,7 @@ class DraftLayer:
     def __init__(self, weights: DrafterLayerWeights, config: DrafterConfig, comm: Comm) -> None:
         d = self.head_dim = config.head_dim
         self.comm = comm
+        self.scale = torch.tensor(d**-0.5, device=weights.q.device)
         self.q_heads, self.kv_heads = weights.q.shape[0] // d, weights.k.shape[0] // d
         # Rows reordered so that a rotation is one complex product (`layers.halves_to_pairs`).
         q, k = halves_to_pairs(weights.q, d), halves_to_pairs(weights.k, d)
@@ -113,7 +114,7 @@ class DraftLayer:
         v = v.reshape(r, b, g, -1).transpose(1, 2).reshape(r * g, b, -1)
         # Two products instead of copying the context beside the block.
         logits = torch.cat((torch.bmm(q, past_k.transpose(1, 2).to(q.dtype)), torch.bmm(q, k.transpose(1, 2))), -1)
-        logits = logits.float().mul_(self.head_dim**-0.5)
+        logits = logits.float().mul_(self.scale)
         if context.mask is not None:
             logits.view(r, g, share * b, -1)[..., :c].add_(context.mask)
         weights = torch.softmax(logits, -1).to(q.dtype)
@@ -181,20 +182,20 @@ class Drafter:
         `capacity` of a row are stored: older ones would be overwritten.
         """
         layers, _, capacity, kv_heads, d = window.keys.shape
-        r, n = positions.shape
-        flat = path + torch.arange(0, r * n, n, device=path.device).unsqueeze(1) if r > 1 else path
-        live = path >= 0
-        if path.shape[1] > capacity:
-            last = live.sum(1, keepdim=True)
-            live = live & (torch.arange(path.shape[1], device=path.device) >= last - capacity)
-        rows = window.row_ids.unsqueeze(1).expand_as(path)[live]
-        flat = flat[live]
-        at = positions.flatten().index_select(0, flat)
-        features = self.fc(taps.flatten(0, 1).index_select(0, flat))
+        width = path.shape[1]
+        live = path.flatten() >= 0
+        if width > capacity:
+            ahead, last = torch.arange(width, device=path.device), (path >= 0).sum(1, keepdim=True)
+            live &= (ahead >= last - capacity).flatten()
+        live = live.nonzero().squeeze(1)
+        row = live // width
+        nodes = path.flatten().index_select(0, live) + row * positions.shape[1]
+        at = positions.flatten().index_select(0, nodes)
+        features = self.fc(taps.flatten(0, 1).index_select(0, nodes))
         kv = self.context_kv(self.hidden_norm(features))
         keys, values = kv.view(-1, 2, layers, kv_heads, d).unbind(1)
         keys = self.k_norm(keys)
         keys = rotate_pairs_(keys, self.turns.index_select(0, at)[:, None, None])
-        places = rows * capacity + at % capacity
+        places = window.row_ids.index_select(0, row) * capacity + at % capacity
         for store, new in ((window.keys, keys), (window.values, values)):
             store.view(layers, -1, kv_heads, d).index_copy_(1, places, new.transpose(0, 1).to(store.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -9,11 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftwood.model.config import RopeConfig
+from draftwood.model.packed import packed
 from draftwood.model.weights import DenseWeights
-
-PACK_FROM = 1 << 18
-"""Elements from which a matrix is stored in oneDNN's blocked order: measured on two AVX-512 cores in float32, 1.5 to 2
-times faster for 8..65 rows and equal for one row; smaller matrices lose more in the call than they gain."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -114,27 +112,15 @@ def halves_to_pairs(weight: Tensor, dim: int) -> Tensor:
 
 
 class Linear:
-    """x -> x @ weight.T for a constant weight [out, in].
-
-    On a CPU a large float32 weight is kept only in oneDNN's blocked order where this build of torch has it.
-    """
+    """x -> x @ weight.T for a constant weight [out, in], kept in the form that is fastest where it is (`packed`)."""
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
-        self.weight: Tensor | None = weight
-        self._packed: Tensor | None = None
-        wanted = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= PACK_FROM
-        if wanted and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-            self._apply = torch.ops.mkldnn._linear_pointwise.default
-            self.weight = None
+        self._apply = packed(weight) or functools.partial(F.linear, weight=weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        if self.weight is not None:
-            return F.linear(x, self.weight)
-        out: Tensor = self._apply(x, self._packed, None, "none", [], "")
-        return out
+        return self._apply(x)
 
 
 def linear(weight: Tensor | Linear) -> Linear:

@@ -6,7 +6,7 @@ never computed; rows of like size attend together. Each layer then only writes i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -66,6 +66,14 @@ class Group:
     """[rows * M] slots: committed tokens, then nodes."""
     mask: Tensor
     """[rows, nodes, M] 0 or -inf."""
+    _spread: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def bias(self, heads: int) -> Tensor:
+        """The mask for every head, [rows, heads * nodes, M]; made once for all layers."""
+        if heads not in self._spread:
+            r, n, m = self.mask.shape
+            self._spread[heads] = self.mask.unsqueeze(1).expand(r, heads, n, m).reshape(r, heads * n, m)
+        return self._spread[heads]
 
 
 @dataclass(frozen=True)
@@ -241,8 +249,7 @@ class Attention:
                 ..., : self.latent
             ]
         else:
-            bias = group.mask.unsqueeze(1).expand(r, h, n, -1).reshape(r, h * n, -1)
-            logits = torch.baddbmm(bias, q.reshape(r, h * n, -1), keys.transpose(1, 2), alpha=self.scale)
+            logits = torch.baddbmm(group.bias(h), q.reshape(r, h * n, -1), keys.transpose(1, 2), alpha=self.scale)
             weights = torch.softmax(logits, -1, dtype=torch.float32).to(q.dtype)
             seen = torch.bmm(weights, keys[..., : self.latent]).view(r, h, n, -1)
         seen = seen.transpose(0, 1).reshape(h, r * n, -1)
