@@ -1,329 +1,62 @@
 // Partial attention results of one layer: blocks take jobs of plan.cu. The law is in layout.cuh; nothing below is part of it.
 //
-// A block of NW warps has MT tiles of 16 lines and meets the keys 64 at a time: scores (mma, lines x keys, two sums over the
-// even and the odd 16-column steps), softmax with a running maximum, values (mma, lines x LATENT / NW columns per warp).
-//  MT  tiles of 16 lines; BT the same for a node's own keys (1 or MT)       NW  warps
-//  KS  1: warps split scores by keys, in WR groups by lines. 2: half of the warps take the even steps, half the odd ones
-//  PIPE  1: fragments of the scores are loaded one step ahead               HALVES  32-key slots for keys: 2, 3 or 4
-//  WALK  1: a block folds all units of its span itself. Of a warp's COLS tiles of columns it keeps the group's values of GR in
-//        registers, of GS in shared memory and of the rest in global memory (L2).
+// Two roles. Four warps form the scores of a tile of 64 keys and its probabilities; the other warps keep O (each 64 of the 512
+// columns), weight the tile's values with the probabilities of the scores before, and copy latents ahead. So scores of tile i + 1
+// and values of tile i are formed side by side.
+//  MT  most tiles of 16 lines of a job (fewer are taken as they are)      HALVES  32-key slots for latents: 2, 4 or 5
+//  WALK  1: a block folds units into groups itself: of up to 32 lines in registers, of 64 in global memory (L2)
+//
+// Barriers, by id: 0 everybody; PROBABILITIES: those of tile i are written; TAKEN: they and their latents are used up;
+// LATENTS: those of the next tile are here; VALUES: all value warps; LINES..: score warps of the same lines.
+// Shared rows are whole 128-byte pieces; within one, 16 bytes c of row r are at c ^ (r & 7), so that ldmatrix meets no bank twice.
 #include "layout.cuh"
 
 #ifndef MT
 #define MT 1
 #endif
-#ifndef BT
-#define BT 1
-#endif
-#ifndef NW
-#define NW 4
-#endif
-#ifndef WR
-#define WR 1
-#endif
-#ifndef KS
-#define KS 1
-#endif
-#ifndef PIPE
-#define PIPE 0
-#endif
 #ifndef HALVES
-#define HALVES 2
+#define HALVES 4
 #endif
 #ifndef WALK
 #define WALK 0
 #endif
-#ifndef GR
-#define GR (LATENT / 8 / NW)
-#endif
 #ifndef BLOCKS
 #define BLOCKS 1
 #endif
-#ifndef GS
-#define GS 0
-#endif
 
-constexpr int THREADS = NW * 32;
-constexpr int COLS = LATENT / 8 / NW;                  // n8 tiles of value columns that a warp owns
-constexpr int STEPS = WIDTH / 16, CHUNKS = WIDTH / 8;  // mma steps, and 16-byte pieces, of a latent
-constexpr int LDK = WIDTH + 8, LDP = TILE + 8;         // shared rows, elements: 16 bytes more, so that ldmatrix meets no bank twice
-static_assert(COLS * 8 * NW == LATENT && COLS % 2 == 0, "columns are shared out in pairs of n8 tiles");
+constexpr int COLS = LATENT % 64 == 0 ? 8 : 2;         // n8 tiles of columns of a value warp
+constexpr int SCORE_WARPS = 4, VALUE_WARPS = LATENT / 8 / COLS;
+constexpr int SCORE_THREADS = SCORE_WARPS * 32, VALUE_THREADS = VALUE_WARPS * 32, THREADS = SCORE_THREADS + VALUE_THREADS;
+constexpr int STEPS = WIDTH / 16, CHUNKS = WIDTH / 8;  // mma steps, and 16-byte chunks, of a latent
+constexpr int PIECES = (CHUNKS + 7) / 8, ROW_BYTES = PIECES * 128, HALF_BYTES = 32 * ROW_BYTES;
+constexpr int PROBABILITIES = 1, TAKEN = 2, LATENTS = 3, VALUES = 4, LINES = 5;
+static_assert(LATENT == COLS * 8 * VALUE_WARPS && (HALVES == 2 || HALVES >= 4) && (MT == 1 || MT == 2 || MT == 4), "no such shape");
 
-__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-
-// How the warps share the scores, and where things are in shared memory (bytes; op.py has the same sum).
-template <int M_, int HALVES_, int WR_, int KS_, bool WALK_> struct Config {
-  static constexpr int M = M_, SPLIT = KS_;
-  static constexpr int KEY_GROUPS = KS_ == 2 ? NW / 2 / (M_ / 2) : NW / WR_;
-  static constexpr int KEYS8 = 8 / KEY_GROUPS;            // n8 tiles of keys whose scores a warp forms
-  static constexpr int LINES16 = KS_ == 2 ? 2 : M_ / WR_; // tiles of lines whose scores a warp forms ...
-  static constexpr int OWN = KS_ == 2 ? 1 : LINES16;      // ... and keeps
-  static_assert(KEY_GROUPS <= 8 && KEYS8 <= 4 && KEY_GROUPS * KEYS8 == 8, "a warp's keys lie in one half");
-  static_assert(STEPS % 2 == 0 || (KS_ == 1 && KEYS8 >= 2), "an odd last step needs fragments of one step");
+struct Place {                                          // in shared memory, bytes; sizes.py has the same sum
   static constexpr int keys = 0;
-  static constexpr int q = keys + HALVES_ * 32 * LDK * 2;
-  static constexpr int p = q + M_ * 16 * LDK * 2;         // probabilities; with KS 2 first the exchanged scores
-  static constexpr int maxima = p + larger(M_ * 16 * LDP * 2, KS_ == 2 ? NW * KEYS8 * 512 : 0);
-  static constexpr int sums = maxima + M_ * 16 * KEY_GROUPS * 4;
-  static constexpr int bases = sums + M_ * 16 * 32;
-  static constexpr int slots = bases + M_ * 16 * 4;
-  static constexpr int group_ml = slots + TILE * 4;
-  static constexpr int walk_ml = group_ml + (WALK_ ? NW * M_ * 16 * 8 : 0);
-  static constexpr int group_o = walk_ml + (WALK_ ? NW * M_ * 16 * 8 : 0);
-  static constexpr int end = group_o + (WALK_ ? GS * M_ * THREADS * 16 : 0);
+  static constexpr int q = HALVES * HALF_BYTES;
+  static constexpr int p = q + MT * 16 * ROW_BYTES;     // probabilities
+  static constexpr int rescale = p + MT * 16 * 128;
+  static constexpr int unit_m = rescale + MT * 64;      // two, taken in turn; so are group_m and walk_m
+  static constexpr int maxima = unit_m + 2 * MT * 64;
+  static constexpr int bases = maxima + (MT == 4 ? 512 : 256);
+  static constexpr int group_m = bases + MT * 64;
+  static constexpr int walk_m = group_m + (WALK ? 2 * MT * 64 : 0);
+  static constexpr int slots = walk_m + (WALK ? 2 * MT * 64 : 0);
+  static constexpr int work = slots + TILE * 4;
+  static constexpr int end = work + 48;
 };
-using SharedKeys = Config<MT, HALVES, WR, KS, WALK == 1>;
-using OwnKeys = Config<BT, 2, BT == MT ? WR : 1, BT == MT ? KS : 1, false>;
 #ifdef SHARED_BYTES
-static_assert(larger(SharedKeys::end, OwnKeys::end) == SHARED_BYTES, "op.py computes another size of shared memory");
+static_assert(Place::end == SHARED_BYTES, "the launcher computes another size of shared memory");
 #endif
 
+// Registers of a thread of either role, together no more than the block was given, where values need more than their share.
+constexpr int SCORE_REGISTERS = 120, VALUE_REGISTERS = 192;
+constexpr bool SHIFT = VALUE_WARPS == 8 && BLOCKS == 1;
+static_assert(SCORE_THREADS * SCORE_REGISTERS + VALUE_THREADS * VALUE_REGISTERS <= 168 * THREADS || !SHIFT, "more registers than a block has");
+
+__device__ __forceinline__ void everybody() { bar_sync<0, THREADS>(); }
 template <class T> __device__ __forceinline__ T* shared_at(int offset) { return reinterpret_cast<T*>(raw + offset); }
-
-// Lane (g, q2) of a warp holds, of each tile of 16 lines, lines g and g + 8, columns q2 and q2 + 1 of each n8 tile.
-struct Lane { int warp, lane, g, q2; };
-__device__ __forceinline__ Lane me() {
-  const int l = threadIdx.x & 31;
-  return {(int)threadIdx.x >> 5, l, l >> 2, (l & 3) * 2};
-}
-
-template <int M> struct Acc { float o[M][COLS][4], m[M][2], l[M][2]; };   // m, l: of lines g and g + 8
-
-template <int M> __device__ __forceinline__ void clear(Acc<M>& a) {
-#pragma unroll
-  for (int t = 0; t < M; t++) {
-    a.m[t][0] = a.m[t][1] = minus_infinity();
-    a.l[t][0] = a.l[t][1] = 0.f;
-#pragma unroll
-    for (int n = 0; n < COLS; n++) a.o[t][n][0] = a.o[t][n][1] = a.o[t][n][2] = a.o[t][n][3] = 0.f;
-  }
-}
-
-// Fragments of steps 2i + e of the scores. qa, ka: this lane's addresses at step 0; CAP steps at once (2, or 1 with KS 2).
-template <class C, int CAP> struct Fragments {
-  u32 a[CAP][C::LINES16][4], b[CAP][C::KEYS8][2];
-  __device__ __forceinline__ void load(int i, u32 qa, u32 ka, int steps = CAP) {
-    if constexpr (C::KEYS8 == 1) {               // four matrices of one n8 tile: both steps
-      u32 r[4];
-      ldmatrix4(r, ka + i * 64);
-      b[0][0][0] = r[0]; b[0][0][1] = r[1]; b[CAP - 1][0][0] = r[2]; b[CAP - 1][0][1] = r[3];
-    } else {
-#pragma unroll
-      for (int e = 0; e < CAP; e++)
-#pragma unroll
-        for (int n = 0; n < C::KEYS8; n += 2) if (e < steps) {
-          u32 r[4];
-          ldmatrix4(r, ka + n * 8 * LDK * 2 + i * 64 + e * 32);
-          b[e][n][0] = r[0]; b[e][n][1] = r[1]; b[e][n + 1][0] = r[2]; b[e][n + 1][1] = r[3];
-        }
-    }
-#pragma unroll
-    for (int t = 0; t < C::LINES16; t++)
-#pragma unroll
-      for (int e = 0; e < CAP; e++) if (e < steps) ldmatrix4(a[e][t], qa + t * 16 * LDK * 2 + i * 64 + e * 32);
-  }
-  __device__ __forceinline__ void multiply(float (&x)[CAP][C::LINES16][C::KEYS8][4], int steps = CAP) {
-#pragma unroll
-    for (int t = 0; t < C::LINES16; t++)
-#pragma unroll
-      for (int e = 0; e < CAP; e++)
-#pragma unroll
-        for (int n = 0; n < C::KEYS8; n++) if (e < steps) mma(x[e][t][n], a[e][t], b[e][n][0], b[e][n][1]);
-  }
-};
-
-// This warp's share of the scores of a tile: keys key0.. of it, lines of its own tiles.
-template <class C> struct Share {
-  int half, pos, key0, line_group;
-  __device__ __forceinline__ Share(int warp) {
-    half = C::SPLIT == 2 ? warp / (NW / 2) : 0;
-    pos = C::SPLIT == 2 ? warp % (NW / 2) : warp;
-    key0 = pos % C::KEY_GROUPS * C::KEYS8 * 8;
-    line_group = pos / C::KEY_GROUPS;
-  }
-  // Whether tile t of lines is this warp's; its place among the kept ones is t % OWN.
-  __device__ __forceinline__ bool owns(int t) const {
-    return C::SPLIT == 2 ? t == line_group * 2 + half : t / C::LINES16 == line_group;
-  }
-};
-
-// Scores before scaling: the sum over even steps plus the sum over odd steps. low, high: keys 0..31 and 32..63.
-template <class C>
-__device__ __forceinline__ void scores(float (&s)[C::OWN][C::KEYS8][4], const Share<C>& w, const bf16* low, const bf16* high) {
-  constexpr int CAP = C::SPLIT == 2 ? 1 : 2, PAIRS = STEPS / 2;
-  const Lane i = me();
-  const int L = i.lane;
-  float x[CAP][C::LINES16][C::KEYS8][4];
-#pragma unroll
-  for (int e = 0; e < CAP; e++)
-#pragma unroll
-    for (int t = 0; t < C::LINES16; t++)
-#pragma unroll
-      for (int n = 0; n < C::KEYS8; n++) x[e][t][n][0] = x[e][t][n][1] = x[e][t][n][2] = x[e][t][n][3] = 0.f;
-  const bf16* keys = (w.key0 & 32 ? high : low) + (w.key0 & 31) * LDK;
-  const bf16* lines = shared_at<bf16>(C::q) + w.line_group * C::LINES16 * 16 * LDK;
-  const u32 qa = shared_address(lines + (L & 15) * LDK + (L >> 4) * 8 + w.half * 16);
-  const u32 ka = C::KEYS8 == 1 ? shared_address(keys + (L & 7) * LDK + (L >> 3) * 8)
-                               : shared_address(keys + ((L & 7) + ((L >> 4) << 3)) * LDK + ((L >> 3) & 1) * 8 + w.half * 16);
-  if constexpr (PIPE) {
-    static_assert(PAIRS % 2 == 0 || !PIPE, "PIPE takes pairs of steps two by two");
-    Fragments<C, CAP> f, g;
-    f.load(0, qa, ka);
-#pragma unroll 3
-    for (int k = 0; k < PAIRS; k += 2) {
-      g.load(k + 1, qa, ka);
-      f.multiply(x);
-      if (k + 2 < PAIRS) f.load(k + 2, qa, ka);
-      g.multiply(x);
-    }
-  } else {
-#pragma unroll 3
-    for (int k = 0; k < PAIRS; k++) {
-      Fragments<C, CAP> f;
-      f.load(k, qa, ka);
-      f.multiply(x);
-    }
-  }
-  if constexpr (STEPS % 2 == 1) {
-    Fragments<C, CAP> f;
-    f.load(PAIRS, qa, ka, 1);
-    f.multiply(x, 1);
-  }
-  if constexpr (C::SPLIT == 2) {   // keep one tile of lines, hand the other to the warp with the other steps of the same keys
-    float4* box = shared_at<float4>(C::p);
-    const int other = (1 - w.half) * (NW / 2) + w.pos;
-#pragma unroll
-    for (int n = 0; n < C::KEYS8; n++) {
-      const float(&y)[4] = x[0][1][n], (&z)[4] = x[0][0][n];
-      box[(other * C::KEYS8 + n) * 32 + L] = w.half ? make_float4(z[0], z[1], z[2], z[3]) : make_float4(y[0], y[1], y[2], y[3]);
-    }
-    pair_barrier(w.pos + 1);
-#pragma unroll
-    for (int n = 0; n < C::KEYS8; n++) {
-      const float4 y = box[(i.warp * C::KEYS8 + n) * 32 + L];
-      s[0][n][0] = __fadd_rn(w.half ? x[0][1][n][0] : x[0][0][n][0], y.x);
-      s[0][n][1] = __fadd_rn(w.half ? x[0][1][n][1] : x[0][0][n][1], y.y);
-      s[0][n][2] = __fadd_rn(w.half ? x[0][1][n][2] : x[0][0][n][2], y.z);
-      s[0][n][3] = __fadd_rn(w.half ? x[0][1][n][3] : x[0][0][n][3], y.w);
-    }
-  } else {
-#pragma unroll
-    for (int t = 0; t < C::OWN; t++)
-#pragma unroll
-      for (int n = 0; n < C::KEYS8; n++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) s[t][n][j] = __fadd_rn(x[0][t][n][j], x[CAP - 1][t][n][j]);
-  }
-}
-
-// Scale, mask keys >= count and lines that are off, take the tile's maxima: each warp over its keys, then through shared memory.
-template <class C>
-__device__ __forceinline__ void tile_maxima(float (&s)[C::OWN][C::KEYS8][4], const Share<C>& w, int count, const bool (&on)[C::M][2], float scale) {
-  const Lane i = me();
-  float* maxima = shared_at<float>(C::maxima);
-#pragma unroll
-  for (int t = 0; t < C::M; t++) if (w.owns(t))
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      float most = minus_infinity();
-#pragma unroll
-      for (int n = 0; n < C::KEYS8; n++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          float& v = s[t % C::OWN][n][h * 2 + j];
-          v = on[t][h] && w.key0 + n * 8 + i.q2 + j < count ? __fmul_rn(v, scale) : minus_infinity();
-          most = fmaxf(most, v);
-        }
-      most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
-      if (i.q2 == 0) maxima[(t * 16 + h * 8 + i.g) * C::KEY_GROUPS + w.pos % C::KEY_GROUPS] = most;
-    }
-  __syncthreads();
-}
-
-// Probabilities to shared memory as bf16; the running maxima and sums move on, and the values are rescaled.
-template <class C>
-__device__ __forceinline__ void softmax(Acc<C::M>& a, float (&s)[C::OWN][C::KEYS8][4], const Share<C>& w) {
-  const Lane i = me();
-  bf16* p = shared_at<bf16>(C::p);
-  float *maxima = shared_at<float>(C::maxima), *sums = shared_at<float>(C::sums);
-  float rescale[C::M][2];
-  bool same = true;
-#pragma unroll
-  for (int t = 0; t < C::M; t++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int line = t * 16 + h * 8 + i.g;
-      const float old = a.m[t][h];
-      float m = old;
-#pragma unroll
-      for (int k = 0; k < C::KEY_GROUPS; k++) m = fmaxf(m, maxima[line * C::KEY_GROUPS + k]);
-      const float safe = m == minus_infinity() ? 0.f : m;     // a line that is off
-      rescale[t][h] = old == minus_infinity() ? 1.f : ex2(__fsub_rn(old, safe));   // nothing yet: l and O are zero
-      a.m[t][h] = m;
-      same = same && rescale[t][h] == 1.f;
-      if (!w.owns(t)) continue;
-#pragma unroll
-      for (int n = 0; n < C::KEYS8; n++) {
-        __nv_bfloat162 b;
-        b.x = __float2bfloat16_rn(ex2(__fsub_rn(s[t % C::OWN][n][h * 2], safe)));
-        b.y = __float2bfloat16_rn(ex2(__fsub_rn(s[t % C::OWN][n][h * 2 + 1], safe)));
-        *reinterpret_cast<__nv_bfloat162*>(&p[line * LDP + w.key0 + n * 8 + i.q2]) = b;
-        float z = __fadd_rn(__bfloat162float(b.x), __bfloat162float(b.y));   // sum what the values will be weighted with
-        z = __fadd_rn(z, __shfl_xor_sync(ALL_LANES, z, 1));
-        z = __fadd_rn(z, __shfl_xor_sync(ALL_LANES, z, 2));
-        if (i.q2 == 0) sums[line * 8 + w.key0 / 8 + n] = z;
-      }
-    }
-  __syncthreads();
-#pragma unroll
-  for (int t = 0; t < C::M; t++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const float4* z4 = reinterpret_cast<const float4*>(&sums[(t * 16 + h * 8 + i.g) * 8]);
-      const float4 u = z4[0], v = z4[1];
-      float z = __fadd_rn(__fadd_rn(__fadd_rn(u.x, u.y), u.z), u.w);
-      z = __fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(z, v.x), v.y), v.z), v.w);
-      a.l[t][h] = __fadd_rn(__fmul_rn(a.l[t][h], rescale[t][h]), z);
-    }
-  if (__all_sync(ALL_LANES, same)) return;                    // a factor of 1 changes no bit
-#pragma unroll
-  for (int t = 0; t < C::M; t++)
-#pragma unroll
-    for (int n = 0; n < COLS; n++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) a.o[t][n][j] = __fmul_rn(a.o[t][n][j], rescale[t][j >> 1]);
-}
-
-// One tile of 64 keys. on[t][h]: the line takes part. refill(): called when `low` is no longer needed, if REFILL.
-template <class C, bool REFILL, class F>
-__device__ __forceinline__ void tile(Acc<C::M>& a, const bf16* low, const bf16* high, int count, const bool (&on)[C::M][2], float scale, F refill) {
-  const Lane i = me();
-  const Share<C> w(i.warp);
-  {
-    float s[C::OWN][C::KEYS8][4];
-    scores<C>(s, w, low, high);
-    tile_maxima<C>(s, w, count, on, scale);
-    softmax<C>(a, s, w);
-  }
-  const bf16* p = shared_at<bf16>(C::p);
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    if (REFILL && k == 2) { __syncthreads(); refill(); }
-    u32 f[C::M][4];
-#pragma unroll
-    for (int t = 0; t < C::M; t++) ldmatrix4(f[t], shared_address(&p[(t * 16 + (i.lane & 15)) * LDP + k * 16 + (i.lane >> 4) * 8]));
-    const bf16* values = k < 2 ? low : high;
-#pragma unroll
-    for (int n = 0; n < COLS; n += 2) {
-      u32 r[4];
-      ldmatrix4_trans(r, shared_address(&values[((k & 1) * 16 + (i.lane & 15)) * LDK + (i.warp * COLS + n) * 8 + (i.lane >> 4) * 8]));
-#pragma unroll
-      for (int t = 0; t < C::M; t++) { mma(a.o[t][n], f[t], r[0], r[1]); mma(a.o[t][n + 1], f[t], r[2], r[3]); }
-    }
-  }
-  __syncthreads();
-}
 
 struct Inputs {
   const bf16 *q, *q_pe, *cache;         // [lines, LATENT], [lines, ROPE] with rows pe_stride apart, [slots, WIDTH]
@@ -334,109 +67,334 @@ struct Inputs {
   int words, heads;
   float scale;                          // of the scores, times log2(e)
 };
-struct Partials { float* o; float2* ml; };   // [.., LATENT], [..]
+struct Partials { float* o; float2* ml; };   // [.., LATENT] in pieces (layout.cuh), [..]
+struct Outputs { Partials shared, own; };
 
-template <int M> __device__ __forceinline__ void load_queries(bf16* to, const Inputs& in, size_t line, int live) {
-  for (int i = threadIdx.x; i < M * 16 * CHUNKS; i += THREADS) {
-    const int r = i / CHUNKS, c = i % CHUNKS;
-    const bool on = r < live;
-    const size_t x = line + (on ? r : 0);
-    const bf16* from = c < LATENT / 8 ? in.q + x * LATENT + c * 8 : in.q_pe + x * in.pe_stride + (c - LATENT / 8) * 8;
-    copy16_or_zero(on, shared_address(&to[r * LDK + c * 8]), from);
+// What both roles need to know of the block's job, in shared memory.
+struct __align__(16) Work {
+  int kind, begin, end, count;          // positions of its keys; how many of a tile's 64 count
+  long long part, spare;                // as in Job; of a node's own keys in the other partials
+  int step, next;                       // next: the job that this block does after this one
+  int unused[2];
+};
+
+// The tile from position k is the last of its unit, or of the job.
+__device__ __forceinline__ bool unit_ends(int k, bool last) { return last || ((k + TILE) & (size_at(k, UNIT) - 1)) == 0; }
+
+// ------------------------------------------------------------------------------------------------- scores
+// Score warps: LINE_GROUPS by lines, KEY_GROUPS by keys. Each forms LINES16 tiles of lines x KEYS8 tiles of keys.
+template <int M> struct Split {
+  static constexpr int LINE_GROUPS = M == 1 ? 1 : 2, KEY_GROUPS = SCORE_WARPS / LINE_GROUPS;
+  static constexpr int LINES16 = M / LINE_GROUPS, KEYS8 = 8 / KEY_GROUPS;
+  static constexpr int AHEAD = M == 4 ? 2 : M == 2 ? 3 : 4;    // steps whose fragments are loaded before they are needed
+};
+
+template <int M> struct Step {
+  using S = Split<M>;
+  u32 a[S::LINES16][4], b[S::KEYS8 / 2][4];
+  __device__ __forceinline__ void load(int s, u32 qa, u32 ka) {
+    const u32 turn = (2 * s & 7) << 4, piece = (s >> 2) * 128;
+#pragma unroll
+    for (int n = 0; n < S::KEYS8 / 2; n++) ldmatrix4(b[n], (ka ^ turn) + piece + n * 16 * ROW_BYTES);
+#pragma unroll
+    for (int t = 0; t < S::LINES16; t++) ldmatrix4(a[t], (qa ^ turn) + piece + t * 16 * ROW_BYTES);
+  }
+  __device__ __forceinline__ void multiply(float (&x)[S::LINES16][S::KEYS8][4]) const {
+#pragma unroll
+    for (int t = 0; t < S::LINES16; t++)
+#pragma unroll
+      for (int n = 0; n < S::KEYS8; n++) mma(x[t][n], a[t], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+  }
+};
+
+template <int M>
+__device__ __forceinline__ void products(float (&s)[Split<M>::LINES16][Split<M>::KEYS8][4], u32 qa, u32 ka) {
+  using S = Split<M>;
+  float x[2][S::LINES16][S::KEYS8][4];
+#pragma unroll
+  for (int e = 0; e < 2; e++)
+#pragma unroll
+    for (int t = 0; t < S::LINES16; t++)
+#pragma unroll
+      for (int n = 0; n < S::KEYS8; n++) x[e][t][n][0] = x[e][t][n][1] = x[e][t][n][2] = x[e][t][n][3] = 0.f;
+  Step<M> f[S::AHEAD + 1];
+#pragma unroll
+  for (int k = 0; k < S::AHEAD; k++) f[k].load(k, qa, ka);
+#pragma unroll
+  for (int k = 0; k < STEPS; k++) {
+    if (k + S::AHEAD < STEPS) f[(k + S::AHEAD) % (S::AHEAD + 1)].load(k + S::AHEAD, qa, ka);
+    f[k % (S::AHEAD + 1)].multiply(x[k % 2]);
+  }
+#pragma unroll
+  for (int t = 0; t < S::LINES16; t++)
+#pragma unroll
+    for (int n = 0; n < S::KEYS8; n++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) s[t][n][j] = __fadd_rn(x[0][t][n][j], x[1][t][n][j]);
+}
+
+// A lane has, of each tile of 16 lines, lines g and g + 8, columns q2 and q2 + 1 of each n8 tile.
+template <int M> __device__ __forceinline__ void score_role(int begin, int tiles, int count, float scale) {
+  using S = Split<M>;
+  const int warp = threadIdx.x >> 5, L = threadIdx.x & 31, g = L >> 2, q2 = (L & 3) * 2, x = L & 7;
+  const int lines = warp / S::KEY_GROUPS, group = warp % S::KEY_GROUPS;
+  const int line0 = lines * S::LINES16 * 16 + g, key0 = group * S::KEYS8 * 8;
+  float *maxima = shared_at<float>(Place::maxima), *rescales = shared_at<float>(Place::rescale);
+  const u32 qa = shared_address(raw + Place::q) + (lines * S::LINES16 * 16 + (L & 15)) * ROW_BYTES + (((L >> 4) ^ x) << 4);
+  const u32 ka = shared_address(raw) + ((key0 & 31) + (L & 7) + ((L >> 4) << 3)) * ROW_BYTES + ((((L >> 3) & 1) ^ x) << 4);
+  const int high = key0 >> 5;                                 // in which half of a tile its keys are
+  int bases[S::LINES16][2];
+  float m[S::LINES16][2];
+#pragma unroll
+  for (int t = 0; t < S::LINES16; t++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      bases[t][h] = shared_at<int>(Place::bases)[line0 + t * 16 + h * 8];
+      m[t][h] = minus_infinity();
+    }
+  int slot = high, turn = 0;
+  for (int i = 0; i < tiles; i++) {
+    bar_sync<LATENTS, THREADS>();
+    float s[S::LINES16][S::KEYS8][4];
+    products<M>(s, qa, ka + slot * HALF_BYTES);
+    slot += 2;
+    if (slot >= HALVES) slot -= HALVES;
+#pragma unroll
+    for (int t = 0; t < S::LINES16; t++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const bool on = begin + i * TILE < bases[t][h];
+        float most = minus_infinity();
+#pragma unroll
+        for (int n = 0; n < S::KEYS8; n++)
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            float& v = s[t][n][h * 2 + j];
+            v = on && key0 + n * 8 + q2 + j < count ? __fmul_rn(v, scale) : minus_infinity();
+            most = fmaxf(most, v);
+          }
+        most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
+        if (q2 == 0) maxima[group * M * 16 + line0 + t * 16 + h * 8] = most;
+      }
+    if (lines == 0) bar_sync<LINES, S::KEY_GROUPS * 32>(); else bar_sync<LINES + 1, S::KEY_GROUPS * 32>();   // next written after LATENTS, so after all have read
+    u32 p[S::LINES16][2][S::KEYS8];
+    float rescale[S::LINES16][2];
+#pragma unroll
+    for (int t = 0; t < S::LINES16; t++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const float old = m[t][h];
+        float now = old;
+#pragma unroll
+        for (int k = 0; k < S::KEY_GROUPS; k++) now = fmaxf(now, maxima[k * M * 16 + line0 + t * 16 + h * 8]);
+        const float safe = now == minus_infinity() ? 0.f : now;                              // a line that is off
+        rescale[t][h] = old == minus_infinity() ? 1.f : ex2(__fsub_rn(old, safe));           // nothing yet: O is zero
+        m[t][h] = now;
+#pragma unroll
+        for (int n = 0; n < S::KEYS8; n++)
+          p[t][h][n] = pack_bf16(ex2(__fsub_rn(s[t][n][h * 2], safe)), ex2(__fsub_rn(s[t][n][h * 2 + 1], safe)));
+      }
+    if (i > 0) bar_sync<TAKEN, THREADS>();
+    const bool ends = unit_ends(begin + i * TILE, i + 1 == tiles);
+    float* unit_m = shared_at<float>(Place::unit_m) + turn * MT * 16;
+#pragma unroll
+    for (int t = 0; t < S::LINES16; t++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int line = line0 + t * 16 + h * 8;
+#pragma unroll
+        for (int n = 0; n < S::KEYS8; n++)
+          *shared_at<u32>(Place::p + line * 128 + (((key0 / 8 + n) ^ g) << 4) + q2 * 2) = p[t][h][n];
+        if (group == 0 && q2 == 0) {
+          rescales[line] = rescale[t][h];
+          if (ends) unit_m[line] = m[t][h];
+        }
+        if (ends) m[t][h] = minus_infinity();
+      }
+    if (ends) turn ^= 1;
+    bar_arrive<PROBABILITIES, THREADS>();
   }
 }
 
-template <int M> __device__ __forceinline__ void store(const Acc<M>& a, const Partials& out, size_t part, const bool (&on)[M][2]) {
-  const Lane i = me();
+// ------------------------------------------------------------------------------------------------- values
+struct Lane { int warp, lane, g, q; };
+__device__ __forceinline__ Lane value_lane() {
+  const int l = threadIdx.x & 31;
+  return {((int)threadIdx.x >> 5) - SCORE_WARPS, l, l >> 2, l & 3};
+}
+
+// Of the lines of M tiles: this warp's columns. l: of tile `warp`, in warps below M; all its columns are the same.
+template <int M> struct Acc {
+  float o[M][COLS][4], l[4];
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int t = 0; t < M; t++)
+#pragma unroll
+      for (int n = 0; n < COLS; n++) o[t][n][0] = o[t][n][1] = o[t][n][2] = o[t][n][3] = 0.f;
+    l[0] = l[1] = l[2] = l[3] = 0.f;
+  }
+  // Columns of lines g + 8h of tile t, pair n of n8 tiles, as partials keep them.
+  __device__ __forceinline__ float4 at(int t, int h, int n) const {
+    return make_float4(o[t][2 * n][h * 2], o[t][2 * n][h * 2 + 1], o[t][2 * n + 1][h * 2], o[t][2 * n + 1][h * 2 + 1]);
+  }
+};
+
+__device__ __forceinline__ float4* place_of(const Partials& out, size_t partial, int n) {
+  const Lane i = value_lane();
+  return reinterpret_cast<float4*>(out.o + partial * LATENT + (i.warp * COLS / 2 + n) * 16 + i.q * 4);
+}
+
+#include "walk.cuh"
+
+// Copies of latents into the slots, 32 rows at a time, eight threads a row.
+struct Copier {
+  const bf16* cache;
+  const int* table;
+  u32 to;
+  int row, chunk;
+  __device__ __forceinline__ Copier(const Inputs& in, int table_row) : cache(in.cache), table(in.table + (size_t)table_row * in.pages) {
+    const int v = threadIdx.x - SCORE_THREADS;
+    row = v / 8;
+    chunk = v % 8;
+    to = shared_address(raw) + row * ROW_BYTES + ((chunk ^ (row & 7)) << 4);
+  }
+  // ROWS_AT_ONCE may not divide 32; 8 rows more are as many times 128 bytes further, at the same swizzle.
+  template <class F> __device__ __forceinline__ void rows(int all, F f) const {
+    constexpr int AT_ONCE = VALUE_THREADS / 8;
+    static_assert(AT_ONCE % 8 == 0, "the swizzle of a thread's rows is the same");
+#pragma unroll
+    for (int r = 0; r < (all + AT_ONCE - 1) / AT_ONCE; r++)
+      if (all % AT_ONCE == 0 || row + r * AT_ONCE < all) f(row + r * AT_ONCE, to + r * AT_ONCE * ROW_BYTES);
+  }
+  __device__ __forceinline__ int page(int k) const { return table[k / TILE]; }
+  __device__ __forceinline__ void half(int page, int k, int slot) const {              // 32 keys from position k
+    const bf16* from = cache + ((size_t)page * TILE + k % TILE) * WIDTH + chunk * 8;
+    rows(32, [&](int r, u32 at) {
+#pragma unroll
+      for (int c = 0; c < PIECES; c++)
+        if (CHUNKS % 8 == 0 || c * 8 + chunk < CHUNKS) copy16(at + slot * HALF_BYTES + c * 128, from + (size_t)r * WIDTH + c * 64);
+    });
+  }
+  template <int M> __device__ __forceinline__ void queries(const Inputs& in, size_t line, int live) const {
+    rows(M * 16, [&](int r, u32 at) {
+      const size_t x = line + (r < live ? r : 0);
+#pragma unroll
+      for (int c = 0; c < PIECES; c++) {
+        const int k = c * 8 + chunk;
+        const bf16* from = k < LATENT / 8 ? in.q + x * LATENT + k * 8 : in.q_pe + x * in.pe_stride + (k - LATENT / 8) * 8;
+        if (CHUNKS % 8 == 0 || k < CHUNKS) copy16_or_zero(r < live, at + Place::q + c * 128, from);
+      }
+    });
+  }
+  __device__ __forceinline__ void gathered(const int* slots, int count) const {          // one tile; zero from `count` on
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      rows(32, [&](int r, u32 at) {
+        const bool have = half * 32 + r < count;
+        const bf16* from = cache + (have ? (size_t)slots[half * 32 + r] * WIDTH : 0) + chunk * 8;
+#pragma unroll
+        for (int c = 0; c < PIECES; c++)
+          if (CHUNKS % 8 == 0 || c * 8 + chunk < CHUNKS) copy16_or_zero(have, at + half * HALF_BYTES + c * 128, from + (have ? c * 64 : 0));
+      });
+  }
+};
+
+// Two steps of 16 keys: keys 0..31 (HIGH 0) or 32..63 of the tile; `values`: this lane's address in their slot.
+template <int M, int HIGH> __device__ __forceinline__ void weigh(Acc<M>& a, u32 values, u32 p, bool has_l, u32 p_l) {
+  constexpr u32 ONES = 0x3f803f80u;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const u32 turn = (HIGH * 2 + k) << 5;
+    u32 f[M][4];
+#pragma unroll
+    for (int t = 0; t < M; t++) ldmatrix4(f[t], (p ^ turn) + t * 16 * 128);
+#pragma unroll
+    for (int n = 0; n < COLS; n += 2) {
+      u32 r[4];
+      ldmatrix4_trans(r, (values ^ (n << 4)) + k * 16 * ROW_BYTES);
+#pragma unroll
+      for (int t = 0; t < M; t++) { mma(a.o[t][n], f[t], r[0], r[1]); mma(a.o[t][n + 1], f[t], r[2], r[3]); }
+    }
+    if (has_l) {
+      u32 w[4];
+      ldmatrix4(w, p_l ^ turn);
+      mma(a.l, w, ONES, ONES);
+    }
+  }
+}
+
+template <int M> __device__ __forceinline__ void rescale(Acc<M>& a) {
+  const Lane i = value_lane();
+  const float* rescales = shared_at<float>(Place::rescale);
+  float r[M][2];
+  bool same = true;
 #pragma unroll
   for (int t = 0; t < M; t++)
 #pragma unroll
-    for (int h = 0; h < 2; h++) if (on[t][h]) {
-      const size_t x = part + t * 16 + h * 8 + i.g;
-      if (i.warp == 0 && i.q2 == 0) out.ml[x] = make_float2(a.m[t][h], a.l[t][h]);
-#pragma unroll
-      for (int n = 0; n < COLS; n++)
-        *reinterpret_cast<float2*>(&out.o[x * LATENT + (i.warp * COLS + n) * 8 + i.q2]) = make_float2(a.o[t][n][h * 2], a.o[t][n][h * 2 + 1]);
+    for (int h = 0; h < 2; h++) {
+      r[t][h] = rescales[t * 16 + h * 8 + i.g];
+      same = same && r[t][h] == 1.f;
     }
+  if (__all_sync(ALL_LANES, same)) return;                    // a factor of 1 changes no bit
+#pragma unroll
+  for (int t = 0; t < M; t++)
+#pragma unroll
+    for (int n = 0; n < COLS; n++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) a.o[t][n][j] = __fmul_rn(a.o[t][n][j], r[t][j >> 1]);
+  if (i.warp < M)
+#pragma unroll
+    for (int j = 0; j < 4; j++) a.l[j] = __fmul_rn(a.l[j], rescales[i.warp * 16 + (j >> 1) * 8 + i.g]);
 }
 
-#if WALK
-#include "walk.cuh"
-#endif
-
-// Keys before base(p) for up to MT * 16 lines of a row.
-__device__ __forceinline__ void shared_keys(const Job& job, const Inputs& in, const Partials& out) {
-  using C = SharedKeys;
-  const Lane i = me();
-  bf16* keys = shared_at<bf16>(C::keys);
-  int* bases = shared_at<int>(C::bases);
-  const int* table = in.table + (size_t)job.row * in.pages;
-  auto half = [&](int k, int slot) {                          // 32 keys from position k
-    const bf16* from = in.cache + ((size_t)table[k / TILE] * TILE + k % TILE) * WIDTH;
-    bf16* to = keys + slot * 32 * LDK;
-    for (int x = threadIdx.x; x < 32 * CHUNKS; x += THREADS) copy16(shared_address(to + x / CHUNKS * LDK + x % CHUNKS * 8), from + x * 8);
-    copy_commit();
-  };
-  half(job.begin, 0);
-  half(job.begin + 32, 1);
-  load_queries<MT>(shared_at<bf16>(C::q), in, (size_t)job.token * in.heads + job.first, job.live);
-  copy_commit();
-  for (int r = threadIdx.x; r < MT * 16; r += THREADS)
-    bases[r] = r < job.live ? base_of(job.length + depth_of(in.masks, in.words, job.token + (job.first + r) / in.heads)) : 0;
-  Acc<MT> a;
-  clear(a);
-#if WALK
-  Group group(job);
-#endif
-  int slot = 0, end = job.begin;
-  auto wrap = [](int x) { return x >= HALVES ? x - HALVES : x; };
-  copy_wait<0>();
-  __syncthreads();
-  for (int r = 0; r < MT * 16; r++) end = max(end, bases[r]);
-  end = min(end, job.end);
-  for (int k = job.begin; k < end; k += TILE) {
-    const bool more = k + TILE < end;
-    if (k > job.begin) { copy_wait<0>(); __syncthreads(); }
-    const int s1 = wrap(slot + 1), s2 = wrap(s1 + 1), s3 = wrap(s2 + 1);
-    if (HALVES >= 3 && more) half(k + TILE, s2);
-    if (HALVES == 4 && more) half(k + TILE + 32, s3);
-    bool on[MT][2];
-#pragma unroll
-    for (int t = 0; t < MT; t++) { on[t][0] = k < bases[t * 16 + i.g]; on[t][1] = k < bases[t * 16 + 8 + i.g]; }
-    tile<C, HALVES != 4>(a, keys + slot * 32 * LDK, keys + s1 * 32 * LDK, TILE, on, in.scale, [&]() {
-      if (more) { if (HALVES == 2) half(k + TILE, 0); else half(k + TILE + 32, s3); }
-    });
-    if (HALVES == 2 && more) half(k + TILE + 32, 1);
-    slot = s2;
-#if WALK
-    const int next = k + TILE;
-    const int unit = size_at(k, UNIT), all = size_at(k, GROUP);
-    if (!more || next % unit == 0) { group.take(a, k & -unit, (k & -unit) % all == 0, bases, out); clear(a); }
-    if (!more || next % all == 0) group.finish(k & -all, bases, out);
-#endif
+template <int M> __device__ __forceinline__ void value_role(int begin, int tiles, bool shared, const Copier& copier, const Outputs& out) {
+  const Lane i = value_lane();
+  const int x = i.lane & 7, hi = i.lane >> 4;
+  const u32 values = shared_address(raw) + (i.lane & 15) * ROW_BYTES + (((i.warp * COLS + hi) ^ x) << 4);
+  const u32 p = shared_address(raw + Place::p) + (i.lane & 15) * 128 + ((hi ^ x) << 4);
+  const bool has_l = i.warp < M;
+  const u32 p_l = p + (has_l ? i.warp : 0) * 16 * 128;
+  const int end = begin + tiles * TILE;
+  Acc<M> a;
+  Emitter<M> emitter(out);
+  if (shared) copy_wait<HALVES - 2>(); else copy_wait<0>();
+  bar_arrive<LATENTS, THREADS>();
+  int slot = 0;
+  for (int unit = begin, next; unit < end; unit = next) {
+    next = min(end, unit + size_at(unit, UNIT));
+    a.clear();
+    for (int tile = unit; tile < next; tile += TILE) {
+      const bool more = tile + TILE < end;
+      const int k = tile + HALVES * 32;                       // the next half to copy
+      int low_page = 0, high_page = 0;
+      if (shared && k < end) low_page = copier.page(k);
+      if (shared && k + 32 < end) high_page = copier.page(k + 32);
+      bar_sync<PROBABILITIES, THREADS>();
+      if (HALVES >= 4 && more) { copy_wait<HALVES >= 4 ? HALVES - 4 : 0>(); bar_arrive<LATENTS, THREADS>(); }
+      const int other = slot + 1 >= HALVES ? 0 : slot + 1;
+      rescale<M>(a);
+      weigh<M, 0>(a, values + slot * HALF_BYTES, p, has_l, p_l);
+      if (k < end) { bar_sync<VALUES, VALUE_THREADS>(); copier.half(low_page, k, slot); }
+      copy_commit();
+      weigh<M, 1>(a, values + other * HALF_BYTES, p, has_l, p_l);
+      if (more) bar_arrive<TAKEN, THREADS>();
+      if (k + 32 < end) { bar_sync<VALUES, VALUE_THREADS>(); copier.half(high_page, k + 32, other); }
+      copy_commit();
+      if (HALVES == 2 && more) { copy_wait<0>(); bar_arrive<LATENTS, THREADS>(); }
+      slot = other + 1 >= HALVES ? 0 : other + 1;
+    }
+    emitter.take(a, unit, next, next == end);
   }
-#if !WALK
-  bool on[MT][2];
-#pragma unroll
-  for (int t = 0; t < MT; t++) { on[t][0] = job.begin < bases[t * 16 + i.g]; on[t][1] = job.begin < bases[t * 16 + 8 + i.g]; }
-  store<MT>(a, out, job.part, on);
-#endif
 }
 
-// One of the two tiles of keys base(p)..p for up to BT * 16 heads of a node.
-__device__ __forceinline__ void own_keys(const Job& job, const Inputs& in, const Partials& out) {
-  using C = OwnKeys;
-  const Lane i = me();
-  const int p = job.length + depth_of(in.masks, in.words, job.token);
-  const int from = base_of(p) + TILE * job.begin, count = min(TILE, p + 1 - from);
-  if (count <= 0) return;
-  int* slots = shared_at<int>(C::slots);
-  bf16* keys = shared_at<bf16>(C::keys);
-  const int* table = in.table + (size_t)job.row * in.pages;
-  auto slot_of = [&](int position) { return table[position / TILE] * TILE + position % TILE; };
-  load_queries<BT>(shared_at<bf16>(C::q), in, (size_t)job.token * in.heads + job.first, job.live);
-  for (int x = threadIdx.x; x < TILE; x += THREADS) if (from + x < job.length) slots[x] = slot_of(from + x);
-  for (int n = threadIdx.x; n < in.words * 64; n += THREADS) {  // ancestor n: at depth = set bits below it, stored at length + n
+// ------------------------------------------------------------------------------------------------- jobs
+// Slots of the keys base(p)..p of a node: tile `from` of them.
+__device__ __forceinline__ void own_slots(const Job& job, const Inputs& in, const Copier& copier, int from, int* slots) {
+  const int v = threadIdx.x - SCORE_THREADS;
+  auto slot_of = [&](int position) { return copier.page(position) * TILE + position % TILE; };
+  for (int x = v; x < TILE; x += VALUE_THREADS) if (from + x < job.length) slots[x] = slot_of(from + x);
+  for (int n = v; n < in.words * 64; n += VALUE_THREADS) {   // ancestor n: at depth = set bits below it, stored at length + n
     const u64* mask = in.masks + (size_t)job.token * in.words;
     if (!(mask[n >> 6] >> (n & 63) & 1)) continue;
     int depth = __popcll(mask[n >> 6] & ((1ull << (n & 63)) - 1));
@@ -444,38 +402,103 @@ __device__ __forceinline__ void own_keys(const Job& job, const Inputs& in, const
     const int x = job.length + depth - from;
     if (x >= 0 && x < TILE) slots[x] = slot_of(job.length + n);
   }
-  Acc<BT> a;
-  clear(a);
-  bool on[BT][2];
+}
+
+// Tiles of a job whose lines' bases are known: keys from the last base on are no shared keys.
+template <int M> __device__ __forceinline__ int tiles_of(const Work& work) {
+  if (work.kind == OWN_KEYS) return work.count > 0;
+  const int4* bases = shared_at<int4>(Place::bases);
+  int end = work.begin;
 #pragma unroll
-  for (int t = 0; t < BT; t++) { on[t][0] = t * 16 + i.g < job.live; on[t][1] = t * 16 + 8 + i.g < job.live; }
-  __syncthreads();
-  for (int x = threadIdx.x; x < TILE * CHUNKS; x += THREADS) {
-    const int r = x / CHUNKS, c = x % CHUNKS;
-    const bool have = r < count;
-    copy16_or_zero(have, shared_address(&keys[r * LDK + c * 8]), in.cache + (have ? (size_t)slots[r] * WIDTH + c * 8 : 0));
+  for (int r = 0; r < M * 4; r++) {
+    const int4 b = bases[r];
+    end = max(max(end, max(b.x, b.y)), max(b.z, b.w));
   }
-  copy_commit();
+  return (min(end, work.end) - work.begin) / TILE;
+}
+
+template <int M> __device__ __forceinline__ void score_job(const Job& job, const Inputs& in, int next) {
+  int* bases = shared_at<int>(Place::bases);
+  for (int r = threadIdx.x; r < M * 16; r += SCORE_THREADS)
+    bases[r] = r >= job.live ? 0 : job.kind == OWN_KEYS ? WHOLE
+                             : base_of(job.length + depth_of(in.masks, in.words, job.token + (job.first + r) / in.heads));
+  everybody();
+  Work& work = *shared_at<Work>(Place::work);
+  if (threadIdx.x == 0) work.next = next;                     // all have read the last one
+  score_role<M>(work.begin, tiles_of<M>(work), work.count, in.scale);
+}
+
+template <int M> __device__ __forceinline__ void value_job(const Job& job, const Inputs& in, const Outputs& out) {
+  const bool first = threadIdx.x == SCORE_THREADS;
+  Work& work = *shared_at<Work>(Place::work);
+  const Copier copier(in, job.row);
+  copier.queries<M>(in, (size_t)job.token * in.heads + job.first, job.live);
+  if (job.kind == OWN_KEYS) {
+    const int p = job.length + depth_of(in.masks, in.words, job.token), from = base_of(p) + TILE * job.begin, count = min(TILE, p + 1 - from);
+    if (first) {
+      work.kind = OWN_KEYS; work.begin = 0; work.end = TILE; work.count = count; work.step = 0;
+      work.part = work.spare = ((long long)job.token * 2 + job.begin) * in.heads + job.first;
+    }
+    int* slots = shared_at<int>(Place::slots);
+    own_slots(job, in, copier, from, slots);
+    bar_sync<VALUES, VALUE_THREADS>();
+    copier.gathered(slots, count);
+    copy_commit();
+  } else {
+    if (first) {
+      work.kind = SHARED_KEYS; work.begin = job.begin; work.end = job.end; work.count = TILE; work.step = job.step;
+      work.part = job.part; work.spare = job.spare;
+    }
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+      const int k = job.begin + h * 32;
+      if (k < job.end) copier.half(copier.page(k), k, h);
+      copy_commit();
+    }
+  }
+  everybody();
+  const int tiles = tiles_of<M>(work);
+  if (tiles > 0) value_role<M>(work.begin, tiles, work.kind == SHARED_KEYS, copier, out);
   copy_wait<0>();
-  __syncthreads();
-  tile<C, false>(a, keys, keys + 32 * LDK, count, on, in.scale, []() {});
-  store<BT>(a, out, ((size_t)job.token * 2 + job.begin) * in.heads + job.first, on);
+}
+
+// Blocks take jobs in order, as they become free. A job has as many tiles of lines as it needs.
+template <class F4, class F2, class F1> __device__ __forceinline__ void by_lines(int live, F4 four, F2 two, F1 one) {
+  const int tiles = (live + 15) / 16;
+  if (MT == 4 && tiles > 2) four();
+  else if (MT >= 2 && tiles == 2) two();
+  else one();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) mla_attend(
     const bf16* q, const bf16* q_pe, int pe_stride, const bf16* cache, const int* table, int pages, const u64* masks, int words, int heads,
-    float scale, const Job* jobs, const Head* head, float* o, float2* ml, float* own_o, float2* own_ml) {
+    float scale, const Job* jobs, Head* head, float* o, float2* ml, float* own_o, float2* own_ml) {
+  constexpr int M4 = MT == 4 ? 4 : 1, M2 = MT >= 2 ? 2 : 1;
   const Inputs in{q, q_pe, cache, pe_stride, table, pages, masks, words, heads, scale};
   pdl_wait();
   pdl_go();
-  int j = blockIdx.x;
-  Job job = jobs[j];                                           // there is room for it, whether or not it is one
-  const int total = head->jobs;
-  while (j < total) {
-    if (job.kind == SHARED_KEYS) shared_keys(job, in, Partials{o, ml});
-    else own_keys(job, in, Partials{own_o, own_ml});
-    j += gridDim.x;
-    if (j < total) job = jobs[j];
-    __syncthreads();                                           // the next job writes the same shared memory
+  Job job = jobs[blockIdx.x];                                  // there is room for it, whether or not it is one
+  const int total = head->jobs, blocks = gridDim.x;
+  const Work& work = *shared_at<Work>(Place::work);
+  if (threadIdx.x < SCORE_THREADS) {
+    if (SHIFT) give_registers<SCORE_REGISTERS>();
+    for (int j = blockIdx.x; j < total;) {
+      int next = total;
+      if (total > blocks && threadIdx.x == 0) next = blocks + (int)atomicAdd(&head->next, 1u);
+      by_lines(job.live, [&]() { score_job<M4>(job, in, next); }, [&]() { score_job<M2>(job, in, next); }, [&]() { score_job<1>(job, in, next); });
+      everybody();                                             // the next job writes the same shared memory
+      j = work.next;
+      if (j < total) job = jobs[j];
+    }
+    if (total > blocks && threadIdx.x == 0 && atomicAdd(&head->left, 1u) + 1 == (u32)blocks) head->next = head->left = 0;   // the last one
+  } else {
+    if (SHIFT) take_registers<VALUE_REGISTERS>();
+    const Outputs out{{o, ml}, {own_o, own_ml}};
+    for (int j = blockIdx.x; j < total;) {
+      by_lines(job.live, [&]() { value_job<M4>(job, in, out); }, [&]() { value_job<M2>(job, in, out); }, [&]() { value_job<1>(job, in, out); });
+      everybody();
+      j = work.next;
+      if (j < total) job = jobs[j];
+    }
   }
 }

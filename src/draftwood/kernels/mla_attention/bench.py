@@ -51,6 +51,10 @@ class Bench:
         self.starts = ints([r * nodes for r in range(rows)])
         self.out = torch.empty(rows * nodes, heads, 512, dtype=torch.bfloat16, device=device)
         self.op = op.MlaAttention(rows, nodes, heads, context, scenario.SCALE, device, shape=shape, law=law)
+        self.plan()
+
+    def plan(self) -> None:
+        """What a step does once, for all its layers."""
         self.op.plan(self.lengths, self.counts, self.starts)
 
     def launch(self) -> None:

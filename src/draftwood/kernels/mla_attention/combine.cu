@@ -1,34 +1,29 @@
 // Fold the partials of one (node, head) in the law's order and divide: out [tokens, heads, LATENT] bf16.
-// Grid (rows * nodes * heads, ceil(LATENT / 128)), block 32 * warps: 128 columns. Warps prepare whole groups side by side; the
-// first folds them from the left.
+// Grid (rows * nodes * heads, ceil(LATENT / 128)), block 32 * WARPS: 128 columns. Warps prepare whole groups side by side; the
+// first folds them from the left. Few lines want many warps each, many lines many small blocks.
 #include "layout.cuh"
 
 #ifndef EACH
 #define EACH 4           // groups that a warp prepares per round, SIDE at a time
 #endif
-constexpr int MOST_WARPS = 16, SIDE = PER < 8 ? 8 / PER : 1;
+#ifndef WARPS
+#define WARPS 16
+#endif
+constexpr int SIDE = PER < 8 ? 8 / PER : 1;
 static_assert(EACH % SIDE == 0, "whole rounds");
 
-__device__ __forceinline__ float4 fold4(float4 o, float4 v, float fa, float fb) {
-  return make_float4(fold(o.x, v.x, fa, fb), fold(o.y, v.y, fa, fb), fold(o.z, v.z, fa, fb), fold(o.w, v.w, fa, fb));
-}
-
 // Lane i has (m, l) of the i-th of n later partials. Each lane gets its fold's factors; the running maximum is that of a fold
-// one by one, because a maximum is exact. `first`: there is nothing before lane 0. sum becomes the whole (m, l).
-__device__ __forceinline__ void chain(float2 ml, int n, bool first, float2& sum, float& fa, float& fb) {
+// one by one, because a maximum is exact. `first`: there is nothing before lane 0. m becomes the maximum of all.
+__device__ __forceinline__ void factors(float2 ml, int n, bool first, float& m, float& fa, float& fb) {
   const int lane = threadIdx.x & 31;
   float top = lane < n ? ml.x : minus_infinity();
-  if (!first) top = fmaxf(top, sum.x);
+  if (!first) top = fmaxf(top, m);
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1) { const float o = __shfl_up_sync(ALL_LANES, top, d); if (lane >= d) top = fmaxf(top, o); }
   float under = __shfl_up_sync(ALL_LANES, top, 1);
-  if (lane == 0) under = first ? top : sum.x;
+  if (lane == 0) under = first ? top : m;
   fold_scales(under, ml.x, top, fa, fb);
-  for (int i = 0; i < n; i++) {
-    const float l = __shfl_sync(ALL_LANES, ml.y, i), a = __shfl_sync(ALL_LANES, fa, i), b = __shfl_sync(ALL_LANES, fb, i);
-    sum.y = first && i == 0 ? l : fold(sum.y, l, a, b);
-  }
-  sum.x = __shfl_sync(ALL_LANES, top, n - 1);
+  m = __shfl_sync(ALL_LANES, top, n - 1);
 }
 
 // Up to MOST partials, stride apart: columns c..c+3 of each in every lane, (m, l) of the i-th in lane i. Load, then fold.
@@ -46,24 +41,28 @@ template <int MOST> struct Units {
   }
   __device__ __forceinline__ float4 fold(float2& sum) const {
     float fa, fb;
-    chain(ml, n, true, sum, fa, fb);
+    factors(ml, n, true, sum.x, fa, fb);
     float4 all = v[0];
+    sum.y = __shfl_sync(ALL_LANES, ml.y, 0);
 #pragma unroll
     for (int i = 1; i < MOST; i++) {
-      const float a = __shfl_sync(ALL_LANES, fa, i), b = __shfl_sync(ALL_LANES, fb, i);
-      if (i < n) all = fold4(all, v[i], a, b);
+      const float a = __shfl_sync(ALL_LANES, fa, i), b = __shfl_sync(ALL_LANES, fb, i), l = __shfl_sync(ALL_LANES, ml.y, i);
+      if (i >= n) continue;
+      all = fold4(all, v[i], a, b);
+      sum.y = ::fold(sum.y, l, a, b);
     }
     return all;
   }
 };
 
-extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32) mla_combine(
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) mla_combine(
     const Row* rows, const Head* head, const u64* masks, int words, int nodes, int heads, const float* o, const float2* ml,
     const float* own_o, const float2* own_ml, bf16* out) {
-  __shared__ __align__(16) float box[MOST_WARPS * EACH][128];
-  __shared__ float2 sums[MOST_WARPS * EACH];
+  __shared__ __align__(16) float box[WARPS * EACH][128];
+  __shared__ float2 sums[WARPS * EACH];
+  __shared__ __align__(16) float4 steps[32];                      // of 32 folds: both factors, l
   const int h = blockIdx.x % heads, node = blockIdx.x / heads % nodes, r = blockIdx.x / heads / nodes;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, c = blockIdx.y * 128 + lane * 4;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, c = blockIdx.y * 128 + lane * 4;
   pdl_wait();
   pdl_go();
   const Row row = rows[r];
@@ -81,28 +80,28 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32) mla_combine(
     two.load(own_o, own_ml, last, heads, own, c);
     own_all = two.fold(own_sum);
   }
-  for (int g0 = 0; g0 < groups; g0 += warps * EACH) {
+  for (int g0 = 0; g0 < groups; g0 += WARPS * EACH) {
     if (per == 1) {                                               // whole groups: all loads first
       float4 v[EACH];
 #pragma unroll
       for (int e = 0; e < EACH; e++) {
-        const int g = g0 + e * warps + warp;
+        const int g = g0 + e * WARPS + warp;
         if (g < groups && c < LATENT) v[e] = __ldcs(reinterpret_cast<const float4*>(&o[(first + (long long)g * row.lines) * LATENT + c]));
         if (g < groups && lane == 0) sums[g - g0] = ml[first + (long long)g * row.lines];
       }
 #pragma unroll
-      for (int e = 0; e < EACH; e++) if (g0 + e * warps + warp < groups) *reinterpret_cast<float4*>(&box[e * warps + warp][lane * 4]) = v[e];
+      for (int e = 0; e < EACH; e++) if (g0 + e * WARPS + warp < groups) *reinterpret_cast<float4*>(&box[e * WARPS + warp][lane * 4]) = v[e];
     } else {
       for (int e = 0; e < EACH; e += SIDE) {
         Units<PER> units[SIDE];
 #pragma unroll
         for (int i = 0; i < SIDE; i++) {
-          const int g = g0 + (e + i) * warps + warp;
+          const int g = g0 + (e + i) * WARPS + warp;
           if (g < groups) units[i].load(o, ml, first + (long long)g * PER * row.lines, row.lines, min(PER, parts - g * PER), c);
         }
 #pragma unroll
         for (int i = 0; i < SIDE; i++) {
-          const int g = g0 + (e + i) * warps + warp;
+          const int g = g0 + (e + i) * WARPS + warp;
           if (g >= groups) continue;
           float2 s;
           const float4 v = units[i].fold(s);
@@ -113,16 +112,27 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32) mla_combine(
     }
     __syncthreads();
     if (warp == 0) {
-      const int n = min(warps * EACH, groups - g0);
+      const int n = min(WARPS * EACH, groups - g0);
       for (int g = 0; g < n; g += 32) {
         const int k = min(32, n - g);
         const bool fresh = g0 + g == 0;
+        const float2 mine = lane < k ? sums[g + lane] : make_float2(0.f, 0.f);
         float fa, fb;
-        chain(lane < k ? sums[g + lane] : make_float2(0.f, 0.f), k, fresh, sum, fa, fb);
-        for (int i = 0; i < k; i++) {
-          const float a = __shfl_sync(ALL_LANES, fa, i), b = __shfl_sync(ALL_LANES, fb, i);
-          const float4 v = *reinterpret_cast<const float4*>(&box[g + i][lane * 4]);
-          all = fresh && i == 0 ? v : fold4(all, v, a, b);
+        factors(mine, k, fresh, sum.x, fa, fb);
+        __syncwarp();                                             // all have read the last ones
+        steps[lane] = make_float4(fa, fb, mine.y, 0.f);
+        __syncwarp();
+        int i = 0;
+        if (fresh) {
+          all = *reinterpret_cast<const float4*>(&box[g][lane * 4]);
+          sum.y = steps[0].z;
+          i = 1;
+        }
+#pragma unroll 4
+        for (; i < k; i++) {
+          const float4 f = steps[i];
+          all = fold4(all, *reinterpret_cast<const float4*>(&box[g + i][lane * 4]), f.x, f.y);
+          sum.y = fold(sum.y, f.z, f.x, f.y);
         }
       }
     }
@@ -138,8 +148,8 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32) mla_combine(
     all = own_all;
   }
   const float scale = __frcp_rn(sum.y);
-  uint2 packed;
-  packed.x = pack_bf16(__fmul_rn(all.x, scale), __fmul_rn(all.y, scale));
-  packed.y = pack_bf16(__fmul_rn(all.z, scale), __fmul_rn(all.w, scale));
-  *reinterpret_cast<uint2*>(&out[((size_t)token * heads + h) * LATENT + c]) = packed;
+  const int column = (c & ~15) + (lane & 3) * 2;                  // partials keep columns in another order
+  u32* to = reinterpret_cast<u32*>(&out[((size_t)token * heads + h) * LATENT + column]);
+  to[0] = pack_bf16(__fmul_rn(all.x, scale), __fmul_rn(all.y, scale));
+  to[4] = pack_bf16(__fmul_rn(all.z, scale), __fmul_rn(all.w, scale));
 }

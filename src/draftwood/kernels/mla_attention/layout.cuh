@@ -4,12 +4,13 @@
 //  - base(p) = 64 * floor((p - 64) / 64), at least 0. Keys before base(p) are read from the row's pages in tiles of 64 by
 //    absolute position. A tree is at most 64 deep, so they are all committed and every node of a row reads the same ones.
 //  - A unit of keys (two or more tiles) makes one independent partial (m, l, O); within it the tiles are taken in order with a
-//    running maximum. PER units are folded from the left into a group. Units start with UNIT keys and double at GROW1 and at
-//    GROW2: a short context is cut finely, a long one is folded rarely. The last unit and group may be short.
+//    running maximum. PER units are folded from the left into a group. Units start with UNIT keys and double at GROW1, at
+//    GROW2 and at GROW3: a short context is cut finely, a long one is folded rarely. The last unit and group may be short.
 //  - The keys base(p)..p, at most 128 and ancestors among them, are gathered in position order into two tiles; each is a
 //    partial, the second folded into the first. This is the node's last group.
 //  - Groups are folded from the left.
-// Not part of the law: which block computes what (MT, NW, WR, KS, PIPE, HALVES, BT, WALK), the number of blocks, pages, rows.
+//  - A score is the sum over even 16-column steps plus the sum over odd ones. l is one more column of O, of values one.
+// Not part of the law: which block computes what (MT, HALVES, WALK, job sizes), the number of blocks, pages, rows.
 #pragma once
 #ifdef EMULATION
 #include "emulation/cuda.h"
@@ -33,7 +34,10 @@
 #define GROW1 4096
 #endif
 #ifndef GROW2
-#define GROW2 16384
+#define GROW2 8192
+#endif
+#ifndef GROW3
+#define GROW3 32768
 #endif
 
 constexpr int TILE = 64;                 // keys of a tile, and of a page
@@ -41,18 +45,20 @@ constexpr int WIDTH = LATENT + ROPE;     // a stored latent: values first, then 
 constexpr int GROUP = UNIT * PER;        // keys of a group before GROW1
 constexpr int WHOLE = 1 << 30;           // a span no context reaches: one block walks all groups of its rows
 static_assert(UNIT % TILE == 0 && (GROUP & (GROUP - 1)) == 0, "units are whole tiles, sizes powers of two");
-static_assert(GROW1 % (2 * GROUP) == 0 && GROW2 % (4 * GROUP) == 0 && GROW1 <= GROW2, "groups do not straddle a change of size");
+static_assert(GROW1 % (2 * GROUP) == 0 && GROW2 % (4 * GROUP) == 0 && GROW3 % (8 * GROUP) == 0 && GROW1 <= GROW2 && GROW2 <= GROW3,
+              "groups do not straddle a change of size");
+static_assert(LATENT % 16 == 0, "partial results are kept in pieces of 16 columns");
 
 // Pieces: units (size UNIT), groups (size GROUP) or all keys (WHOLE), numbered by position; sizes as of their place.
-__device__ __forceinline__ int size_at(int k, int size) { return size << ((k >= GROW1) + (k >= GROW2)); }
+__device__ __forceinline__ int size_at(int k, int size) { return size << ((k >= GROW1) + (k >= GROW2) + (k >= GROW3)); }
 __device__ __forceinline__ int pieces_before(int end, int size) {        // that hold keys before `end`
   if (size == WHOLE) return end > 0;
-  const int a = min(end, GROW1), b = min(max(end - GROW1, 0), GROW2 - GROW1), c = max(end - GROW2, 0);
-  return (a + size - 1) / size + (b + 2 * size - 1) / (2 * size) + (c + 4 * size - 1) / (4 * size);
+  auto part = [&](int from, int to, int s) { return (min(max(end - from, 0), to - from) + s - 1) / s; };
+  return part(0, GROW1, size) + part(GROW1, GROW2, 2 * size) + part(GROW2, GROW3, 4 * size) + part(GROW3, WHOLE, 8 * size);
 }
-__device__ __forceinline__ int piece_begin(int i, int size) {
-  const int a = GROW1 / size, b = (GROW2 - GROW1) / (2 * size);
-  return i <= a ? i * size : i <= a + b ? GROW1 + (i - a) * 2 * size : GROW2 + (i - a - b) * 4 * size;
+__device__ __forceinline__ int round_up(int k, int size) {               // to where a piece begins
+  const int s = size_at(k > 0 ? k - 1 : 0, size);
+  return (k + s - 1) & -s;
 }
 
 // One block's work. "Lines" are the (node, head) pairs of a row, node-major; token is a row's or a node's flat index.
@@ -62,19 +68,29 @@ struct __align__(16) Job {
   int token;         // SHARED_KEYS: of the row's node 0. OWN_KEYS: of the node.
   int first;         // SHARED_KEYS: first line. OWN_KEYS: first head.
   int live;          // lines, or heads, of this block that exist
-  int begin, end;    // SHARED_KEYS: positions (end is an upper bound). OWN_KEYS: tile 0 or 1, unused.
+  int begin, end;    // SHARED_KEYS: positions, a run of whole spans (end is an upper bound). OWN_KEYS: tile 0 or 1, unused.
   int length;        // committed tokens of the row
-  long long part;    // SHARED_KEYS: partial of line `first`
-  long long spare;   // SHARED_KEYS that walk several groups: partials of the same lines to keep the current group in
+  long long part;    // SHARED_KEYS: partial of line `first` over the first span
+  long long spare;   // where the current group is built if not in registers: `part`, or beyond it if one span holds all groups
+  int step;          // from a span's partial to the next span's
+  int unused[3];
 };
 constexpr int SHARED_KEYS = 0, OWN_KEYS = 1;
 
 struct __align__(16) Row { int length, count, token, lines; long long part, unused; };   // part: its first partial
-struct Head { int jobs, span; };         // span: what one partial covers (UNIT, GROUP or WHOLE)
+// span: what one partial covers (UNIT, GROUP or WHOLE). next, left: jobs taken beyond the first of each block; zero between launches.
+struct __align__(16) Head { int jobs, span; u32 next, left; };
+
+// Partials keep each piece of 16 columns in the order in which lanes of a warp hold it: float 4q.. are columns 2q, 2q+1, 2q+8, 2q+9.
 
 #ifndef EMULATION
 extern __shared__ __align__(128) unsigned char raw[];
-__device__ __forceinline__ void pair_barrier(int id) { asm volatile("bar.sync %0,64;" ::"r"(id) : "memory"); }   // of two warps
+// A barrier of some of the block's warps: threads that wait in it and threads that only arrive count alike.
+template <int ID, int COUNT> __device__ __forceinline__ void bar_sync() { asm volatile("bar.sync %0,%1;" ::"n"(ID), "n"(COUNT) : "memory"); }
+template <int ID, int COUNT> __device__ __forceinline__ void bar_arrive() { asm volatile("bar.arrive %0,%1;" ::"n"(ID), "n"(COUNT) : "memory"); }
+// Warps of this role need only so many registers, or take so many; whole groups of four warps.
+template <int N> __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 // Base-2 exponential, the one in every softmax here. Of -inf it is +0.
 __device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 #endif
@@ -101,4 +117,7 @@ __device__ __forceinline__ float2 fold_sums(float2 ml, float2 later, float& fa, 
   const float m = fmaxf(ml.x, later.x);
   fold_scales(ml.x, later.x, m, fa, fb);
   return make_float2(m, fold(ml.y, later.y, fa, fb));
+}
+__device__ __forceinline__ float4 fold4(float4 o, float4 v, float fa, float fb) {
+  return make_float4(fold(o.x, v.x, fa, fb), fold(o.y, v.y, fa, fb), fold(o.z, v.z, fa, fb), fold(o.w, v.w, fa, fb));
 }

@@ -30,6 +30,7 @@ from draftwood.kernels.mla_attention.sizes import (
     Law,
     Need,
     Shape,
+    fold_warps,
     need,
     shape_for,
     sizes,
@@ -40,27 +41,27 @@ MOST_NODES, MOST_ROWS = 65, 256
 LOG2E = 1.4426950408889634
 
 
-def fits(shape: Shape, arch: str, heads: int, width: int) -> bool:
+def fits(shape: Shape, arch: str, width: int) -> bool:
     """Whether the shape is for `arch` and a block's shared memory fits there."""
-    return (shape.archs is None or arch in shape.archs) and shape.shared_bytes(heads, width) <= SHARED_LIMIT[arch]
+    return (shape.archs is None or arch in shape.archs) and shape.shared_bytes(width) <= SHARED_LIMIT[arch]
 
 
 def variants() -> list[Variant]:
     """Return every compiled form that an MlaAttention of K2 or nano may choose."""
-    found = [Variant(Source(FOLDER / "plan.cu", "mla_plan"), 256), Variant(Source(FOLDER / "combine.cu", "mla_combine"), 512)]
-    for shape in SHAPES.values():
-        for heads in (64, 8) if shape.tiles > 1 else (8,):
-            found.append(_variant(shape, heads, 512, 64))
-    nano = sizes(96, 16, LAW)
-    found.append(Variant(Source(FOLDER / "combine.cu", "mla_combine", nano), 512))
-    return [*found, _variant(NARROW, 8, 96, 16)]
+    found: list[Variant] = []
+    for latent, rope, shapes in ((512, 64, tuple(SHAPES.values())), (96, 16, (NARROW,))):
+        given = sizes(latent, rope, LAW)
+        found.append(Variant(Source(FOLDER / "plan.cu", "mla_plan", given), 256))
+        for warps in (1, 4, 16):
+            found.append(Variant(Source(FOLDER / "combine.cu", "mla_combine", given | {"WARPS": warps}), warps * 32, spill=32))
+        found += [_variant(shape, latent, rope) for shape in shapes]
+    return found
 
 
-def _variant(shape: Shape, heads: int, latent: int, rope: int) -> Variant:
-    source = Source(FOLDER / "attend.cu", "mla_attend", shape.macros(heads, latent, rope, LAW))
-    archs = tuple(a for a in ARCHS if fits(shape, a, heads, latent + rope))
-    shared = shape.shared_bytes(heads, latent + rope)
-    return Variant(source, shape.warps * 32, shared, shape.blocks, shape.spill, archs)
+def _variant(shape: Shape, latent: int, rope: int) -> Variant:
+    source = Source(FOLDER / "attend.cu", "mla_attend", shape.macros(latent, rope, LAW))
+    archs = tuple(a for a in ARCHS if fits(shape, a, latent + rope))
+    return Variant(source, shape.threads(latent), shape.shared_bytes(latent + rope), shape.blocks, shape.spill, archs)
 
 
 @functools.cache
@@ -102,7 +103,7 @@ def allocate(needed: Need, heads: int, latent: int, device: torch.device | str) 
     return Scratch(
         jobs=torch.zeros(needed.jobs * JOB_BYTES, dtype=torch.uint8, device=device),
         row_info=torch.zeros(needed.rows * ROW_BYTES, dtype=torch.uint8, device=device),
-        head=torch.zeros(2, dtype=torch.int32, device=device),
+        head=torch.zeros(4, dtype=torch.int32, device=device),
         part_o=floats(needed.parts, latent), part_ml=floats(needed.parts, 2),
         own_o=floats(needed.tokens, 2, heads, latent), own_ml=floats(needed.tokens, 2, heads, 2),
     )  # fmt: skip
@@ -141,6 +142,7 @@ class MlaAttention:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.shape = shape_for(rows, nodes, heads, context, latent, arch(device), shape)
         self.span = law.unit * law.per if self.shape.walk else law.unit
+        self.blocks = processors(device) * self.shape.blocks
         self._size(context, law, partial_bytes)
         self._buffers(device, scratch)
         self._load(law, index)
@@ -149,9 +151,8 @@ class MlaAttention:
     def _size(self, context: int, law: Law, partial_bytes: int) -> None:
         needed = need(self.rows, self.nodes, self.tokens, self.heads, context, self.latent, self.shape, law, partial_bytes)
         self.parts, self.max_jobs = needed.parts, needed.jobs
-        groups = max(1, law.pieces(context, law.unit * law.per))
-        self.fold_warps = min(16, -(-groups // 4) if self.shape.walk else groups)
-        self.grid = min(self.max_jobs, 16_384)
+        self.fold_warps = fold_warps(self.rows * self.nodes * self.heads)
+        self.grid = min(self.max_jobs, self.blocks)
 
     def _buffers(self, device: torch.device, scratch: Scratch | None) -> None:
         needed = Need(self.rows, self.tokens, self.parts, self.max_jobs)
@@ -164,11 +165,11 @@ class MlaAttention:
 
     def _load(self, law: Law, device: int) -> None:
         given = sizes(self.latent, self.rope, law)
-        shared = self.shape.shared_bytes(self.heads, self.latent + self.rope)
+        shared = self.shape.shared_bytes(self.latent + self.rope)
         self._plan = _kernel("plan.cu", "mla_plan", given, device)
-        macros = self.shape.macros(self.heads, self.latent, self.rope, law)
+        macros = self.shape.macros(self.latent, self.rope, law)
         self._attend = _kernel("attend.cu", "mla_attend", macros, device, shared)
-        self._combine = _kernel("combine.cu", "mla_combine", given, device)
+        self._combine = _kernel("combine.cu", "mla_combine", given | {"WARPS": self.fold_warps}, device)
 
     def plan(self, lengths: Tensor, counts: Tensor, starts: Tensor) -> None:
         """Write the step's work list. lengths, counts, starts [rows] int32 or int64: committed tokens, live nodes (0 for an
@@ -177,8 +178,7 @@ class MlaAttention:
         for name, x in (("lengths", lengths), ("counts", counts), ("starts", starts)):
             _expect(name, x, (self.rows,), (torch.int32, torch.int64))
             arrays += [x, np.int32(1 if x.dtype == torch.int32 else 2)]
-        lines, own = 16 * self.shape.tiles, 16 * self.shape.own_tiles(self.heads)
-        numbers: list[Any] = [np.int32(x) for x in (self.rows, self.heads, lines, own, self.span)]
+        numbers: list[Any] = [np.int32(x) for x in (self.rows, self.heads, 16 * self.shape.tiles, self.span, self.blocks)]
         numbers += [np.int64(self.parts), np.int32(self.max_jobs)]
         grid = min(32, -(-self.max_jobs // 256))
         self._plan(grid, 256, [*arrays, *numbers, self.jobs, self.row_info, self.head], pdl=True)
@@ -208,7 +208,7 @@ class MlaAttention:
         pages = np.int32(table.shape[1])
         given = [q, q_pe, np.int32(apart), cache, table, pages, masks, words, np.int32(h), self._scale]
         parts = [self.part_o, self.part_ml, self.own_o, self.own_ml]
-        self._attend(self.grid, self.shape.warps * 32, [*given, self.jobs, self.head, *parts], pdl=True)
+        self._attend(self.grid, self.shape.threads(self.latent), [*given, self.jobs, self.head, *parts], pdl=True)
 
     def fold(self, masks: Tensor, out: Tensor) -> Tensor:
         """The second half of a call: partial results to `out`, which is returned."""
@@ -232,6 +232,12 @@ class MlaAttention:
 def arch(device: torch.device) -> str:
     """Return the architecture that kernels are compiled for on a CUDA device."""
     return arch_of(torch.cuda.get_device_capability(device))
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return how many multiprocessors a CUDA device has."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _expect(name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

@@ -1,9 +1,14 @@
 // The work list of a step, from what is in device memory: lengths and node counts of the rows. One launch per step, all
-// layers use it. Every block repeats the small prefix sums and writes its share of the list.
+// layers use it. Every block repeats the small searches and sums and writes its share of the list.
 #include "layout.cuh"
 
 constexpr int MAX_ROWS = 256;
 constexpr int THREADS = 256;
+constexpr int SIZES = 208;                // job sizes that are tried: 64 keys, and 16 more of each doubling
+constexpr int START = 160;                // what beginning a job costs, in keys
+
+// What a tile of keys costs a block with so many tiles of 16 lines: with few, the keys are most of the work.
+__device__ __forceinline__ int cost(int tiles) { return tiles <= 1 ? 6 : tiles == 2 ? 9 : 16; }
 
 // Sum of `mine` over lower lanes; the total of all lanes goes to `all`.
 template <class T> __device__ __forceinline__ T before(T mine, T& all) {
@@ -15,36 +20,104 @@ template <class T> __device__ __forceinline__ T before(T mine, T& all) {
   return sum - mine;
 }
 
-struct Table {
-  int length[MAX_ROWS], count[MAX_ROWS], token[MAX_ROWS];
-  int shared_at[MAX_ROWS + 1], own_at[MAX_ROWS + 1];   // first job of each row, by kind
-  long long part[MAX_ROWS];
-  int span;
+// A row's lines are cut into full blocks and perhaps one smaller; its keys into runs of spans, equal but for whole spans.
+struct Cut {
+  int top, full, rest, all;               // keys; full blocks; lines of the smaller one; lines
+  __device__ __forceinline__ Cut(int length, int count, int heads, int lines) {
+    top = base_of(length + count - 1);
+    all = count * heads;
+    full = all / lines;
+    rest = all % lines;
+    if (count == 0) top = 0;
+  }
+  // Keys of a run, given what was chosen for all rows: no less than a span.
+  __device__ __forceinline__ int run(int size, int span) const { return span == WHOLE ? WHOLE : max(size, size_at(max(top - 1, 0), span)); }
+  __device__ __forceinline__ int runs(int size, int span) const {
+    if (span == WHOLE) return top > 0;
+    const int keys = run(size, span);
+    int n = (top + keys - 1) / keys;
+    while (n > 1 && round_up((n - 1) * keys, span) >= top) n--;
+    return n;
+  }
 };
 
+struct Table {
+  int length[MAX_ROWS], count[MAX_ROWS], token[MAX_ROWS];
+  int full_at[MAX_ROWS + 1], rest_at[MAX_ROWS + 1], own_at[MAX_ROWS + 1];   // first job of each row, by kind
+  long long part[MAX_ROWS];
+  float best[THREADS / 32];
+  int best_size[THREADS / 32];
+  int span, size;
+};
+
+__device__ __forceinline__ int tried(int x) { return __float2int_rn(64.f * ex2((float)x / 16.f)); }
+
+// Estimated time of the step, in keys times cost, if runs have `size` keys and `blocks` blocks work at once.
+__device__ float estimate(const Table& t, int rows, int heads, int lines, int span, int blocks, int size) {
+  const int full_cost = cost(lines / 16);
+  float jobs = 0, total = 0, longest = 0;
+  for (int r = 0; r < rows; r++) {
+    const Cut cut(t.length[r], t.count[r], heads, lines);
+    if (cut.top == 0) continue;
+    const int n = cut.runs(size, span), keys = min(cut.run(size, span), cut.top), rest = cut.rest ? cost((cut.rest + 15) / 16) : 0;
+    const float one = (float)(round_up(keys, span) + START);
+    jobs += (float)n * (float)(cut.full ? cut.full : 1);
+    total += (float)(cut.top + n * START) * (float)(cut.full * full_cost + rest);
+    longest = fmaxf(longest, one * (float)(cut.full ? full_cost : rest));
+  }
+  const float waves = (float)(((int)fminf(jobs, 1e8f) + blocks - 1) / blocks);
+  return fmaxf(total / (float)blocks, waves * longest);
+}
+
+// The size with the smallest estimate, the largest of equal ones; all threads of the block.
+__device__ void choose_size(Table& t, int rows, int heads, int lines, int span, int blocks) {
+  const int x = threadIdx.x, lane = x & 31;
+  int size = tried(x < SIZES ? x : 0);
+  float time = x < SIZES ? estimate(t, rows, heads, lines, span, blocks, size) : 1e30f;
+#pragma unroll
+  for (int d = 16; d > 0; d >>= 1) {
+    const float other = __shfl_xor_sync(ALL_LANES, time, d);
+    const int other_size = __shfl_xor_sync(ALL_LANES, size, d);
+    if (other < time || (other == time && other_size > size)) { time = other; size = other_size; }
+  }
+  if (lane == 0) { t.best[x >> 5] = time; t.best_size[x >> 5] = size; }
+  __syncthreads();
+  if (x == 0) {
+    for (int w = 1; w < THREADS / 32; w++)
+      if (t.best[w] < time || (t.best[w] == time && t.best_size[w] > size)) { time = t.best[w]; size = t.best_size[w]; }
+    t.size = size;
+  }
+  __syncthreads();
+}
+
 // Prefix sums with spans of `span` keys, by one warp; lane l has the rows l*each ... Returns whether everything fits.
-__device__ bool lay_out(Table& t, int rows, int heads, int lines, int span, int own, long long parts, int jobs) {
+__device__ bool lay_out(Table& t, int rows, int heads, int lines, int span, long long parts, int jobs) {
   const int lane = threadIdx.x & 31, each = (rows + 31) / 32, r0 = min(lane * each, rows), r1 = min(r0 + each, rows);
-  auto spans = [&](int r) { return pieces_before(base_of(t.length[r] + t.count[r] - 1), span); };
-  auto blocks = [&](int r) { return (t.count[r] * heads + lines - 1) / lines; };
-  int a = 0, b = 0;
+  const int own = 2 * ((heads + lines - 1) / lines);
+  int full = 0, rest = 0, mine = 0;
   long long p = 0;
-  for (int r = r0; r < r1; r++) {
-    a += spans(r) * blocks(r);
-    b += t.count[r] * own;
-    p += (long long)(span == WHOLE ? 2 : spans(r)) * t.count[r] * heads;
+  for (int pass = 0; pass < 2; pass++) {
+    if (pass) {
+      int all_full, all_rest, all_mine;
+      long long all_p;
+      full = before(full, all_full);
+      rest = before(rest, all_rest);
+      mine = before(mine, all_mine);
+      p = before(p, all_p);
+      if (lane == 0) { t.full_at[rows] = all_full; t.rest_at[rows] = all_rest; t.own_at[rows] = all_mine; t.span = span; }
+      if (all_p > parts || (long long)all_full + all_rest + all_mine > jobs) return false;
+    }
+    for (int r = r0; r < r1; r++) {
+      const Cut cut(t.length[r], t.count[r], heads, lines);
+      if (pass) { t.full_at[r] = full; t.rest_at[r] = rest; t.own_at[r] = mine; t.part[r] = p; }
+      const int n = cut.runs(t.size, span);
+      full += n * cut.full;
+      rest += cut.rest ? n : 0;
+      mine += t.count[r] * own;
+      p += (long long)(span == WHOLE ? 2 : pieces_before(cut.top, span)) * cut.all;
+    }
   }
-  int all_a, all_b;
-  long long all_p;
-  a = before(a, all_a); b = before(b, all_b); p = before(p, all_p);
-  for (int r = r0; r < r1; r++) {
-    t.shared_at[r] = a; t.own_at[r] = b; t.part[r] = p;
-    a += spans(r) * blocks(r);
-    b += t.count[r] * own;
-    p += (long long)(span == WHOLE ? 2 : spans(r)) * t.count[r] * heads;
-  }
-  if (lane == 0) { t.shared_at[rows] = all_a; t.own_at[rows] = all_b; t.span = span; }
-  return all_p <= parts && (long long)all_a + all_b <= jobs;
+  return true;
 }
 
 __device__ __forceinline__ int find(const int* at, int rows, int j) {   // the row with at[row] <= j < at[row + 1]
@@ -53,11 +126,23 @@ __device__ __forceinline__ int find(const int* at, int rows, int j) {   // the r
   return low;
 }
 
-// lengths, counts, starts: int32, or int64 read by its low word (step 2). lines: of a SHARED_KEYS block; own_heads: of an
-// OWN_KEYS block. span: UNIT or GROUP; if partials or jobs of spans of GROUP do not fit, each block walks whole rows.
+// Run x of the row's block of lines from `first`.
+__device__ Job shared_job(const Table& t, const Cut& cut, int r, int x, int first, int live) {
+  Job o{};
+  o.kind = SHARED_KEYS; o.row = r; o.token = t.token[r]; o.first = first; o.live = live; o.length = t.length[r]; o.step = cut.all;
+  const int keys = cut.run(t.size, t.span);
+  o.begin = t.span == WHOLE ? 0 : round_up(x * keys, t.span);
+  o.end = t.span == WHOLE ? cut.top : min(cut.top, round_up((x + 1) * keys, t.span));
+  o.part = t.part[r] + (long long)pieces_before(o.begin, t.span) * cut.all + first;
+  o.spare = t.span == WHOLE ? o.part + cut.all : o.part;
+  return o;
+}
+
+// lengths, counts, starts: int32, or int64 read by its low word (step 2). lines: of a block. span: UNIT or GROUP; if partials or
+// jobs of spans of GROUP do not fit, each block walks whole rows. blocks: how many work at once.
 extern "C" __global__ void __launch_bounds__(THREADS) mla_plan(
     const int* lengths, int length_step, const int* counts, int count_step, const int* starts, int start_step, int rows,
-    int heads, int lines, int own_heads, int span, long long parts, int max_jobs, Job* jobs, Row* info, Head* head) {
+    int heads, int lines, int span, int blocks, long long parts, int max_jobs, Job* jobs, Row* info, Head* head) {
   __shared__ Table t;
   pdl_wait();
   pdl_go();
@@ -65,34 +150,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) mla_plan(
     t.length[r] = lengths[r * length_step]; t.count[r] = counts[r * count_step]; t.token[r] = starts[r * start_step];
   }
   __syncthreads();
-  const int head_blocks = (heads + own_heads - 1) / own_heads, own = 2 * head_blocks;
-  if (threadIdx.x < 32 && !lay_out(t, rows, heads, lines, span, own, parts, max_jobs))
-    lay_out(t, rows, heads, lines, WHOLE, own, parts, max_jobs);
+  choose_size(t, rows, heads, lines, span, blocks);
+  if (threadIdx.x < 32 && !lay_out(t, rows, heads, lines, span, parts, max_jobs)) lay_out(t, rows, heads, lines, WHOLE, parts, max_jobs);
   __syncthreads();
-  const int shared = t.shared_at[rows], total = shared + t.own_at[rows];
+  const int full = t.full_at[rows], rest = t.rest_at[rows], total = full + rest + t.own_at[rows];
   if (blockIdx.x == 0) {
-    if (threadIdx.x == 0) *head = Head{total, t.span};
+    if (threadIdx.x == 0) *head = Head{total, t.span, 0, 0};
     for (int r = threadIdx.x; r < rows; r += THREADS)
       info[r] = Row{t.length[r], t.count[r], t.token[r], t.count[r] * heads, t.part[r], 0};
   }
-  for (int j = blockIdx.x * THREADS + threadIdx.x; j < total; j += gridDim.x * THREADS) {
-    Job o{};
-    if (j < shared) {
-      const int r = find(t.shared_at, rows, j), all = t.count[r] * heads, blocks = (all + lines - 1) / lines;
-      const int top = base_of(t.length[r] + t.count[r] - 1), pieces = pieces_before(top, t.span);
-      const int x = j - t.shared_at[r], piece = pieces - 1 - x / blocks, first = x % blocks * lines;   // long pieces come first
-      o.kind = SHARED_KEYS; o.row = r; o.token = t.token[r]; o.first = first; o.live = min(lines, all - first);
-      o.begin = t.span == WHOLE ? 0 : piece_begin(piece, t.span);
-      o.end = t.span == WHOLE ? top : min(top, piece_begin(piece + 1, t.span));
-      o.part = t.part[r] + (long long)piece * all + first;
-      o.spare = t.span == WHOLE ? o.part + all : o.part;
+  const int head_blocks = (heads + lines - 1) / lines;
+  for (int j = blockIdx.x * THREADS + threadIdx.x; j < total; j += gridDim.x * THREADS) {   // what takes longest comes first
+    if (j < full + rest) {
+      const bool whole = j < full;
+      const int r = whole ? find(t.full_at, rows, j) : find(t.rest_at, rows, j - full), x = whole ? j - t.full_at[r] : j - full - t.rest_at[r];
+      const Cut cut(t.length[r], t.count[r], heads, lines);
+      // Blocks that read the same keys follow each other.
+      jobs[j] = whole ? shared_job(t, cut, r, x / cut.full, x % cut.full * lines, lines) : shared_job(t, cut, r, x, cut.full * lines, cut.rest);
     } else {
-      const int r = find(t.own_at, rows, j - shared), x = j - shared - t.own_at[r], node = x / own, y = x % own;
-      const int first = y % head_blocks * own_heads;
-      o.kind = OWN_KEYS; o.row = r; o.token = t.token[r] + node; o.first = first; o.live = min(own_heads, heads - first);
+      const int r = find(t.own_at, rows, j - full - rest), x = j - full - rest - t.own_at[r], node = x / (2 * head_blocks), y = x % (2 * head_blocks);
+      Job o{};
+      o.kind = OWN_KEYS; o.row = r; o.token = t.token[r] + node; o.first = y % head_blocks * lines; o.live = min(lines, heads - o.first);
       o.begin = y / head_blocks;
+      o.length = t.length[r];
+      jobs[j] = o;
     }
-    o.length = t.length[o.row];
-    jobs[j] = o;
   }
 }

@@ -6,11 +6,12 @@ The launcher (`op`) and the memory plan share these numbers.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from itertools import pairwise
 
 from draftwood.errors import ConfigError
 
 PAGE = 64
-JOB_BYTES, ROW_BYTES = 48, 32
+JOB_BYTES, ROW_BYTES = 64, 32
 MOST_JOBS = 1 << 18
 PARTIAL_BYTES = 4 << 30
 """What partial results of a bucket may take by default. If a step needs more, its blocks walk whole rows and need little."""
@@ -18,18 +19,17 @@ PARTIAL_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Law:
-    """How keys are cut, the only numbers that results depend on: `unit` keys, twice as many from grow[0] and again from
-    grow[1] on; `per` units are a group."""
+    """How keys are cut, the only numbers that results depend on: `unit` keys, twice as many from each of `grow` on; `per` units
+    are a group."""
 
     unit: int = 128
     per: int = 4
-    grow: tuple[int, int] = (4096, 16384)
+    grow: tuple[int, int, int] = (4096, 8192, 32768)
 
     def pieces(self, context: int, size: int) -> int:
         """Return how many units (size `unit`) or groups (`unit * per`) hold `context` keys."""
-        one, two = self.grow
-        parts = (min(context, one), min(max(context - one, 0), two - one), max(context - two, 0))
-        return sum(-(-n // (size << i)) for i, n in enumerate(parts))
+        ends = (0, *self.grow, max(context, self.grow[-1]))
+        return sum(-(-max(0, min(context, end) - begin) // (size << i)) for i, (begin, end) in enumerate(pairwise(ends)))
 
 
 LAW = Law()
@@ -37,86 +37,73 @@ LAW = Law()
 
 @dataclass(frozen=True)
 class Shape:
-    """A way to cut the work into blocks and warps; the fields are attend.cu's macros."""
+    """A way to cut the work into blocks; tiles, halves and walk are attend.cu's macros.
+
+    tiles: of 16 lines, at most, in a block. halves: slots of 32 latents. walk: blocks fold units into groups themselves. blocks:
+    how many a multiprocessor holds. archs: that it is compiled for; None: all.
+    """
 
     tiles: int
-    warps: int
+    halves: int
     walk: bool = False
-    split: int = 1
-    line_groups: int = 1
-    halves: int = 2
-    pipe: bool = False
-    in_registers: int | None = None
-    in_shared: int = 0
     blocks: int = 1
     spill: int = 0
     archs: tuple[str, ...] | None = None
-    """Architectures that it is compiled for; None: all."""
 
-    def own_tiles(self, heads: int) -> int:
-        """Tiles of 16 heads of a block that has one node's own keys."""
-        return self.tiles if heads >= 16 * self.tiles else 1
+    def threads(self, latent: int) -> int:
+        """Threads of a block: four warps for scores, and those that share out the columns."""
+        return 128 + latent // (64 if latent % 64 == 0 else 16) * 32
 
-    def shared_bytes(self, heads: int, width: int) -> int:
+    def shared_bytes(self, width: int) -> int:
         """Dynamic shared memory of a block (the sum in attend.cu, which checks it)."""
-        mine = self._bytes(self.tiles, self.halves, self.split, self.walk, width)
-        own = self.own_tiles(heads)
-        return max(mine, self._bytes(own, 2, self.split if own == self.tiles else 1, False, width))
+        row, lines = -(-width * 2 // 128) * 128, self.tiles * 16
+        total = (self.halves * 32 + lines) * row + lines * (128 + 4 + 8 + 4)
+        return total + (512 if self.tiles == 4 else 256) + PAGE * 4 + 48 + (lines * 16 if self.walk else 0)
 
-    def _bytes(self, tiles: int, halves: int, split: int, walk: bool, width: int) -> int:
-        row, lines = (width + 8) * 2, tiles * 16
-        key_groups = self.warps // tiles if split == 2 else self.warps // (self.line_groups if tiles == self.tiles else 1)
-        exchanged = self.warps * (8 // key_groups) * 512 if split == 2 else 0
-        total = halves * 32 * row + lines * row + max(lines * (PAGE + 8) * 2, exchanged)
-        total += lines * (key_groups * 4 + 32 + 4) + PAGE * 4
-        if walk:
-            total += 2 * self.warps * lines * 8 + self.in_shared * tiles * self.warps * 32 * 16
-        return total
-
-    def macros(self, heads: int, latent: int, rope: int, law: Law) -> dict[str, int]:
+    def macros(self, latent: int, rope: int, law: Law) -> dict[str, int]:
         """Return the macros of attend.cu."""
-        kept = latent // 8 // self.warps if self.in_registers is None else self.in_registers
-        given = {"MT": self.tiles, "BT": self.own_tiles(heads), "NW": self.warps, "WR": self.line_groups, "KS": self.split}
-        given |= {"PIPE": int(self.pipe), "HALVES": self.halves, "WALK": int(self.walk), "GR": kept, "GS": self.in_shared}
-        given |= {"BLOCKS": self.blocks, "SHARED_BYTES": self.shared_bytes(heads, latent + rope)}
-        return given | (sizes(latent, rope, law) if self.walk else {"LATENT": latent, "ROPE": rope})
+        given = {"MT": self.tiles, "HALVES": self.halves, "WALK": int(self.walk), "BLOCKS": self.blocks}
+        return given | {"SHARED_BYTES": self.shared_bytes(latent + rope)} | sizes(latent, rope, law)
 
 
 def sizes(latent: int, rope: int, law: Law) -> dict[str, int]:
     """Return the macros of layout.cuh."""
     given = {"LATENT": latent, "ROPE": rope, "UNIT": law.unit, "PER": law.per}
-    return given | {"GROW1": law.grow[0], "GROW2": law.grow[1]}
+    return given | {f"GROW{i}": k for i, k in enumerate(law.grow, 1)}
 
 
+LARGE = ("sm_90a", "sm_100a", "sm_103a")
 SHAPES: dict[str, Shape] = {
-    "u1x4": Shape(1, 4, blocks=2),
-    "u1x8": Shape(1, 8, blocks=2),
-    "u1x8h4": Shape(1, 8, halves=4),
-    "u2x8": Shape(2, 8, split=2, halves=4),
-    "u4x8": Shape(4, 8, split=2, halves=3, spill=96),
-    "g1x4": Shape(1, 4, walk=True, blocks=2),
-    "g1x8h4": Shape(1, 8, walk=True, halves=4),
-    "g2x8": Shape(2, 8, walk=True, split=2, halves=4, spill=96),
-    "g2x8p": Shape(2, 8, walk=True, split=2, halves=4, pipe=True),
-    "g4x8h2s3": Shape(4, 8, walk=True, split=2, halves=2, in_registers=0, in_shared=3, spill=96),
-    "g4x8h3s1": Shape(4, 8, walk=True, split=2, halves=3, in_registers=0, in_shared=1, spill=96),
-    "g4x8h3s1p": Shape(4, 8, walk=True, split=2, halves=3, in_registers=0, in_shared=1, pipe=True, spill=96, archs=("sm_90a",)),
+    "u1": Shape(1, 5, archs=LARGE),
+    "u1s": Shape(1, 2),
+    "u1d": Shape(1, 2, blocks=2, spill=192, archs=LARGE),
+    "g1": Shape(1, 5, walk=True, archs=LARGE),
+    "g1s": Shape(1, 2, walk=True),
+    "u2": Shape(2, 5, spill=128, archs=LARGE),
+    "g2": Shape(2, 5, walk=True, spill=1152, archs=LARGE),
+    "u4": Shape(4, 4, spill=768, archs=LARGE),
+    "g4": Shape(4, 4, walk=True, spill=5120, archs=LARGE),
 }
-"""u: a block has one unit; g: a block walks a group, or whole rows. Then tiles of 16 lines x warps."""
+"""u: partial results of units; g: of groups, or whole rows. Then tiles of 16 lines; s: little shared memory."""
 NARROW = Shape(1, 2)
 """For latents narrower than 512 (the bundled nano model's 96)."""
 
 
+FEW_BYTES = 128 << 20
+"""Of partial results: more are written and read again at a cost, so blocks fold units themselves."""
+
+
 def choose(rows: int, nodes: int, heads: int, context: int, arch: str) -> str:
-    """Return the name of the shape for a bucket's capacities: fewer, larger blocks as lines and keys grow."""
+    """Return the name of the shape for a bucket's capacities: larger blocks as lines and keys grow."""
     lines = nodes * heads
+    few = rows * lines * LAW.pieces(context, LAW.unit) * 2056 <= FEW_BYTES
     if arch == "sm_120a":
-        return "u1x4" if rows * lines * context <= 8 << 20 else "g1x4"
+        return "u1s" if few else "g1s"
     if lines <= 16:
-        return "u1x4" if rows * context <= 1 << 17 else "g1x4"
-    if rows * lines * context <= 4 << 20:
-        return "u2x8"
-    return "g2x8" if lines <= 96 else "g4x8h3s1"
+        return "u1" if few else "g1"
+    if rows * lines * context <= 1 << 20:
+        return "u1"
+    return "g2" if lines <= 640 else "g4"
 
 
 @dataclass(frozen=True)
@@ -138,8 +125,13 @@ class Need:
 
     def nbytes(self, heads: int, latent: int) -> int:
         """Bytes of `allocate`."""
-        work = self.jobs * JOB_BYTES + self.rows * ROW_BYTES + 8
+        work = self.jobs * JOB_BYTES + self.rows * ROW_BYTES + 16
         return work + (self.parts + 2 * self.tokens * heads) * (latent + 2) * 4
+
+
+def fold_warps(lines: int) -> int:
+    """Warps of a block of combine.cu for so many lines of all rows: enough that all multiprocessors have work."""
+    return 16 if lines <= 32 else 4 if lines <= 128 else 1
 
 
 def shape_for(rows: int, nodes: int, heads: int, context: int, latent: int, arch: str, name: str | None = None) -> Shape:
@@ -159,7 +151,7 @@ def need(
     per_partial = latent * 4 + 8
     parts = rows * lines * spans
     blocks = rows * -(-lines // (16 * shape.tiles))
-    own = rows * nodes * 2 * -(-heads // (16 * shape.own_tiles(heads)))
+    own = rows * nodes * 2 * -(-heads // (16 * shape.tiles))
     jobs = blocks * spans + own
     if shape.walk:
         parts = min(parts, max(2 * rows * lines, partial_bytes // per_partial))

@@ -24,8 +24,13 @@ from draftwood.kernels.case import read_peak, time_graph
 from draftwood.kernels.mla_attention import bench, op, scenario
 from draftwood.kernels.mla_attention.scenario import attend, reference, same
 
-NEVER = (1 << 28, 1 << 28)
-LAWS = [op.LAW, op.Law(128, 8), op.Law(128, 8, NEVER), op.Law(256, 4), op.Law(128, 4, (8192, 65536))]
+LAWS = [
+    op.LAW,
+    op.Law(128, 4, (4096, 32768, 65536)),
+    op.Law(128, 4, (2048, 8192, 32768)),
+    op.Law(128, 8, (4096, 8192, 32768)),
+    op.Law(256, 4, (4096, 16384, 65536)),
+]
 CHECKED = [(8, 2500, 9, "near"), (64, 2049, 33, "wide"), (64, 63, 65, "chain"), (8, 1090, 65, "near"), (64, 0, 9, "wide")]
 """(heads, length, nodes, kind of tree)"""
 
@@ -54,16 +59,16 @@ class Sweep:
 
 
 def candidates(heads: int, nodes: int, context: int, rows: int) -> list[tuple[str, op.Law]]:
-    """Shapes that can be near the best, with every law that matters to them."""
-    lines, found = heads * nodes, []
+    """Shapes that can be near the best, with every law that matters to them; the first law first for all shapes."""
+    lines, names = heads * nodes, []
     for name, shape in op.SHAPES.items():
-        wasted = 16 * shape.tiles >= 2 * max(lines, 16)
-        slow = shape.tiles == 1 and lines > 80 or shape.tiles == 2 and lines > 1500
-        if wasted or slow or (not shape.walk and rows * lines * context > 20e6) or (shape.walk and rows * lines * context < 300e3):
-            continue
-        laws = [LAWS[0], LAWS[1], LAWS[3]] if context <= LAWS[0].grow[0] else LAWS   # the others are the same there
-        found += [(name, law) for law in laws if shape.walk or law.per == LAWS[0].per]
-    return found
+        wasted = 16 * shape.tiles >= 2 * max(lines, 16) or shape.halves == 2 and (lines > 16 or shape.blocks == 1)
+        slow = shape.tiles == 1 and lines > 160 or shape.tiles == 2 and lines > 600
+        many = not shape.walk and rows * lines * op.LAW.pieces(context, op.LAW.unit) * 2056 > 1 << 30
+        if not (wasted or slow or many):
+            names.append(name)
+    laws = [law for law in LAWS if context > law.grow[0] or law.unit != 128 or law == LAWS[0]]
+    return [(name, law) for law in laws for name in names]
 
 
 def sources(arch: str) -> list[jit.Source]:
@@ -71,13 +76,21 @@ def sources(arch: str) -> list[jit.Source]:
     found: dict[str, jit.Source] = {}
     for law in LAWS:
         given = op.sizes(512, 64, law)
-        one = [jit.Source(op.FOLDER / f"{name}.cu", f"mla_{name}", given) for name in ("plan", "combine")]
+        one = [jit.Source(op.FOLDER / "plan.cu", "mla_plan", given)]
+        one += [jit.Source(op.FOLDER / "combine.cu", "mla_combine", given | {"WARPS": warps}) for warps in (1, 4, 16)]
         for shape in op.SHAPES.values():
-            for heads in (8, 64):
-                if op.fits(shape, arch, heads, 576):
-                    one.append(jit.Source(op.FOLDER / "attend.cu", "mla_attend", shape.macros(heads, 512, 64, law)))
+            if op.fits(shape, arch, 576):
+                one.append(jit.Source(op.FOLDER / "attend.cu", "mla_attend", shape.macros(512, 64, law)))
         found |= {f"{s.file}{s.label()}": s for s in one}
     return list(found.values())
+
+
+def compile_all(arch: str) -> None:
+    """Build everything that the sweep loads."""
+    first, *rest = sources(arch)
+    jit.build(first, arch)  # imports the compiler, which threads must not do at once
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda source: jit.build(source, arch), rest))
 
 
 def check(sweep: Sweep, device: torch.device, arch: str) -> None:
@@ -89,7 +102,7 @@ def check(sweep: Sweep, device: torch.device, arch: str) -> None:
         line: dict[str, Any] = {}
         for name, shape in op.SHAPES.items():
             key = f"check {heads} {length} {count} {name}"
-            if not op.fits(shape, arch, heads, 576) or not sweep.start(name, key):
+            if not op.fits(shape, arch, 576) or not sweep.start(name, key):
                 continue
             outs = [attend(step, name, parts) for parts in (op.PARTIAL_BYTES, 0) if shape.walk or parts]
             alone = attend(scenario.alone(step, 0, count - 1), name)
@@ -106,7 +119,7 @@ def times(sweep: Sweep, device: torch.device, arch: str) -> None:
         best: tuple[float, str, str, op.Law] | None = None
         for name, law in candidates(heads, nodes, context, rows):
             key = f"{rows}x{nodes} {heads}h {context} {name}/{law.unit}x{law.per}/{law.grow[0]}/{law.grow[1]}"
-            if not op.fits(op.SHAPES[name], arch, heads, 576) or not sweep.start(name, key):
+            if not op.fits(op.SHAPES[name], arch, 576) or not sweep.start(name, key):
                 continue
             try:
                 case = bench.Bench(rows, heads, nodes, context, device, name, law)
@@ -121,8 +134,12 @@ def times(sweep: Sweep, device: torch.device, arch: str) -> None:
             sweep.say(key=key, us=round(us, 2), tflop_s=round(rate, 1), gb_s=round(rows * context * 1152 / us / 1e3), error=wrong)
         if best and time.time() < sweep.end:
             case = bench.Bench(rows, heads, nodes, context, device, best[2], best[3])
-            halves = [time_graph(half, len(case.tables), 5) for half in (case.partials, case.fold)]
-            sweep.say(best=best[1], us=round(best[0], 2), attend_us=round(halves[0], 2), combine_us=round(halves[1], 2))
+            parts = {"attend": case.partials, "combine": case.fold, "plan": case.plan}
+            us = {
+                f"{name}_us": round(time_graph(part, 1 if name == "plan" else len(case.tables), 5), 2)
+                for name, part in parts.items()
+            }
+            sweep.say(best=best[1], us=round(best[0], 2), **us)
 
 
 def child(folder: Path, seconds: float) -> None:
@@ -131,8 +148,7 @@ def child(folder: Path, seconds: float) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
     began = time.time()
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda source: jit.build(source, arch), sources(arch)))
+    compile_all(arch)
     name, compiled = torch.cuda.get_device_name(device), round(time.time() - began, 1)
     sweep.say(device=name, compiled_s=compiled, read_peak_gb_s=read_peak(device) / 1e9)
     check(sweep, device, arch)

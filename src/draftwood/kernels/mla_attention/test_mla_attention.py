@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 TREES = [(1, "near"), (9, "near"), (33, "wide"), (65, "near"), (65, "chain")]
 STARTS = (0, 1, 63, 64, 65, 127, 128, 511, 512, 1023, 4095)
 EDGES = (7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65)
-SMALL = op.Law(128, 2, (512, 1024))
+SMALL = op.Law(128, 2, (512, 1024, 2048))
 """Short groups, so that emulation meets several."""
 
 
@@ -83,7 +83,7 @@ def test_what_is_chosen_fits_its_architecture() -> None:
             for nodes in (1, 9, 65):
                 for heads in (8, 16, 32, 64):
                     for context in (1024, 32768, 262144):
-                        assert op.fits(op.SHAPES[sizes.choose(rows, nodes, heads, context, arch)], arch, heads, 576)
+                        assert op.fits(op.SHAPES[sizes.choose(rows, nodes, heads, context, arch)], arch, 576)
 
 
 def test_cases_cover_every_goal_and_count_bytes() -> None:
@@ -126,33 +126,34 @@ class Recorder:
 @pytest.mark.parametrize("name", sorted(op.SHAPES))
 def test_launches_match_the_signatures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "arch", lambda device: "sm_90a")
+    monkeypatch.setattr(op, "processors", lambda device: 132)
     monkeypatch.setattr(op, "_load", lambda file, entry, macros, device, shared: Recorder(file, entry, shared))
     monkeypatch.setattr(Recorder, "launched", [])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     step = make([300, 5], [5, 3], 8)
     attend(step, name)
     assert [entry for entry, _, _ in Recorder.launched] == ["mla_plan", "mla_attend", "mla_combine"]
-    assert Recorder.launched[1][2] == op.SHAPES[name].warps * 32 and Recorder.launched[2][1] == 2 * 5 * 8 * 4
+    assert Recorder.launched[1][2] == op.SHAPES[name].threads(512) and Recorder.launched[2][1] == 2 * 5 * 8 * 4
 
 
 # ------------------------------------------------------------------------------------------------- emulation
 
 
-def _emulator(folder: Path, shape: op.Shape, heads: int, latent: int, rope: int) -> Path:
+def _emulator(folder: Path, shape: op.Shape, latent: int, rope: int) -> Path:
     binary = folder / "emulator"
-    macros = shape.macros(heads, latent, rope, SMALL) | op.sizes(latent, rope, SMALL)
-    flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-w", "-DEMULATION", *(f"-D{k}={v}" for k, v in macros.items())]
+    macros = shape.macros(latent, rope, SMALL) | {"WARPS": 1 if shape.walk else 4}
+    flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-w", "-DEMULATION", *(f"-D{k}={v}" for k, v in macros.items())]
     subprocess.run(["g++", *flags, "-o", str(binary), str(op.FOLDER / "emulation" / "main.cpp")], check=True)
     return binary
 
 
-def _emulate(binary: Path, shape: op.Shape, step: scenario.Step, whole: bool = False, late: bool = False) -> torch.Tensor:
-    """Run the kernels' text on a CPU. whole: partials for walking rows only; late: copies arrive as late as they may."""
+def _emulate(binary: Path, shape: op.Shape, step: scenario.Step, whole: bool = False, **given: str) -> torch.Tensor:
+    """Run the kernels' text on a CPU. whole: partials for walking rows only; given: variables of emulation/cuda.h."""
     tokens, heads, latent = step.q.shape
     rows, span = len(step.lengths), SMALL.unit * (SMALL.per if shape.walk else 1)
     full = sum(SMALL.pieces(int(n + c), span) * int(c) * heads for n, c in zip(step.lengths, step.counts, strict=True))
-    parts, blocks, warps = (2 * tokens * heads, 100, 1) if whole else (full, 7, 2)
-    sizes = [rows, tokens // rows, heads, step.table.shape[1], 2, tokens, parts, 100_000, blocks, warps]
+    parts, blocks = (2 * tokens * heads, 100) if whole else (full, 7)
+    sizes = [rows, tokens // rows, heads, step.table.shape[1], 2, tokens, parts, 100_000, blocks]
     content = [torch.tensor(sizes, dtype=torch.int32), torch.tensor([SCALE * op.LOG2E], dtype=torch.float32)]
     content += [step.lengths, step.counts, step.starts, step.table, step.masks, step.q, step.q_pe, step.cache]
     source, result = binary.with_suffix(".in"), binary.with_suffix(".out")
@@ -160,21 +161,21 @@ def _emulate(binary: Path, shape: op.Shape, step: scenario.Step, whole: bool = F
         for x in content:
             data = x.contiguous().view(torch.int16 if x.dtype == torch.bfloat16 else x.dtype).numpy()
             file.write(struct.pack("<q", data.size) + data.tobytes())
-    environment = dict(os.environ) | ({"DEFER": "1"} if late else {})
+    environment = dict(os.environ) | given
     code = subprocess.run([str(binary), str(source), str(result)], env=environment, check=False).returncode
     assert code == (10 if whole else 0)
     return torch.frombuffer(bytearray(result.read_bytes()), dtype=torch.bfloat16).view(tokens, heads, latent)
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["u1x4", "g1x8h4", "g4x8h3s1", "nano"])
+@pytest.mark.parametrize("name", ["u1", "g4", "nano"])
 def test_emulated_kernels_are_the_reference_whatever_blocks_do(tmp_path: Path, name: str) -> None:
     shape, latent, rope = (op.NARROW, 96, 16) if name == "nano" else (op.SHAPES[name], 512, 64)
-    binary = _emulator(tmp_path, shape, 8, latent, rope)
+    binary = _emulator(tmp_path, shape, latent, rope)
     step = make([850, 0], [5, 3], 8, latent=latent, rope=rope)
     got, some = _emulate(binary, shape, step), live(step)
     assert error(got[some], reference(step)[some]) < 1e-2
-    assert same(got[some], _emulate(binary, shape, step, late=True)[some])
+    assert same(got[some], _emulate(binary, shape, step, DEFER="1", FROM_LAST="1")[some])
     assert same(got[4], _emulate(binary, shape, alone(step, 0, 4))[0])
     dead = sorted(set(range(len(got))) - set(some.tolist()))
     assert bool((got[dead].view(torch.int16) == 0x7FFF).all()), "only live nodes are written"
@@ -182,8 +183,8 @@ def test_emulated_kernels_are_the_reference_whatever_blocks_do(tmp_path: Path, n
 
 @needs_compiler
 def test_emulated_walk_over_whole_rows_gives_the_bits_of_groups(tmp_path: Path) -> None:
-    shape = op.SHAPES["g1x4"]
-    binary, step = _emulator(tmp_path, shape, 8, 512, 64), make([1500], [2], 8, kind="chain")
+    shape = op.SHAPES["g1s"]
+    binary, step = _emulator(tmp_path, shape, 512, 64), make([1500], [2], 8, kind="chain")
     assert same(_emulate(binary, shape, step), _emulate(binary, shape, step, whole=True))
 
 
@@ -192,7 +193,7 @@ def test_emulated_walk_over_whole_rows_gives_the_bits_of_groups(tmp_path: Path) 
 
 def _shapes(heads: int) -> list[str]:
     arch = jit.arch_of(torch.cuda.get_device_capability())
-    return [name for name, shape in op.SHAPES.items() if op.fits(shape, arch, heads, 576)]
+    return [name for name, shape in op.SHAPES.items() if op.fits(shape, arch, 576)]
 
 
 @gpu
@@ -214,12 +215,15 @@ def test_every_shape_has_the_same_bits_and_they_are_near_float64(heads: int) -> 
 @needs_gpu
 @pytest.mark.parametrize("heads", [8, 64])
 def test_a_node_has_the_bits_of_the_same_token_decoded_alone(heads: int) -> None:
+    checked = 0
     for start in (0, 63, 64, 512, 1023, 1085, 2500):
         for nodes, kind in TREES:
             step = make([start], [nodes], heads, cuda(), seed=start + 1, kind=kind)
             got = attend(step)
-            for node in range(nodes) if start < 65 else sorted({0, 1, nodes // 2, nodes - 1} & set(range(nodes))):
+            for node in range(nodes) if start < 2000 else sorted({0, 1, nodes // 2, nodes - 1} & set(range(nodes))):
                 assert same(attend(alone(step, 0, node, seed=node))[0], got[node]), f"node {node} of {start} + {nodes} {kind}"
+                checked += 1
+    assert checked > 1000, "of each number of heads"
 
 
 @gpu
@@ -234,7 +238,7 @@ def test_edge_sizes(nodes: int) -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("shape", ["u2x8", "g1x4", "g4x8h3s1"])
+@pytest.mark.parametrize("shape", ["u1", "g1", "g4"])
 def test_a_row_does_not_depend_on_other_rows_their_number_its_slot_or_pages(shape: str) -> None:
     lengths, counts = [0, 3000, 65, 1, 512, 2047, 900], [9, 3, 0, 33, 1, 17, 9]
     step = make(lengths, counts, 8, cuda(), seed=5, nodes=33)
@@ -274,7 +278,7 @@ def test_pages_beyond_two_to_the_31_elements() -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("shape", ["u1x4", "g2x8"])
+@pytest.mark.parametrize("shape", ["u1", "g2"])
 def test_a_thousand_replays_have_the_same_bits_and_follow_new_lengths(shape: str) -> None:
     step = make([1500, 900], [9, 5], 8, cuda(), nodes=9)
     lengths, counts = step.lengths.clone(), step.counts.clone()
@@ -286,6 +290,7 @@ def test_a_thousand_replays_have_the_same_bits_and_follow_new_lengths(shape: str
         one(step.q, step.q_pe, step.cache, step.table, step.masks, out)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         launch()
     stream.synchronize()
@@ -317,7 +322,7 @@ def scenario_slots(step: scenario.Step, row: int, count: int) -> torch.Tensor:
 def test_128_rows_of_33_nodes(partial_bytes: int) -> None:
     lengths = [(37 * r) % 1900 for r in range(128)]
     step = make(lengths, [33 - r % 3 for r in range(128)], 8, cuda(), nodes=33)
-    got, some = attend(step, "g2x8", partial_bytes), live(step)
+    got, some = attend(step, "g4", partial_bytes), live(step)
     assert error(got[some], reference(step, torch.float32)[some].double()) < 6e-3
     for row in (0, 50, 127):
         assert same(attend(alone(step, row, 30))[0], got[row * 33 + 30])

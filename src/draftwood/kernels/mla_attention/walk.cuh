@@ -1,126 +1,198 @@
-// WALK: one block folds the units of its span itself, with the operations that combine.cu uses for units of other blocks.
-// Included by attend.cu. The group's values of column tile n are in registers (n < GR), in shared memory (n < GR + GS) or in
-// global memory at `spare`. A job that spans several groups folds each finished group into its partial at `part`.
+// What value warps do with a finished unit. Included by attend.cu.
+// WALK 0: it is a partial. WALK 1: the block folds it into its group, with the operations that combine.cu uses for units of other
+// blocks; a finished group is a partial or, if one span holds all groups, is folded into the job's only one.
 #pragma once
 
-struct Group {
-  float o[MT][GR > 0 ? GR : 1][4];
-  float2 *ml, *walk;       // each warp's own copy for all lines: of the group, and of the groups before
-  float4* box;
-  size_t part, spare;
-  int begin;
+template <int M> struct Emitter {
+  static constexpr bool IN_REGISTERS = M <= 2;
+  const Outputs& outputs;
+  int turn = 0, group_turn = 0, walk_turn = 0;                 // which of two places of maxima is current
+  int done = 0;                                                // lines' partials written, in steps
+  float4 o[WALK && IN_REGISTERS ? M * COLS : 1];               // of the group: tile, h, pair of column tiles
+  float l[2], walk_l[2];                                       // of lines g, g + 8 of tile `warp`, in warps below M
+  int group = 0;
 
-  __device__ __forceinline__ Group(const Job& job) : part(job.part), spare(job.spare), begin(job.begin) {
-    ml = shared_at<float2>(SharedKeys::group_ml) + me().warp * MT * 16;
-    walk = shared_at<float2>(SharedKeys::walk_ml) + me().warp * MT * 16;
-    box = shared_at<float4>(SharedKeys::group_o) + threadIdx.x;
-  }
-  __device__ __forceinline__ static int line(int t, int h) { return t * 16 + h * 8 + me().g; }
-  __device__ __forceinline__ float2* global(const Partials& out, size_t at, int t, int h, int n) const {
-    return reinterpret_cast<float2*>(&out.o[(at + line(t, h)) * LATENT + (me().warp * COLS + n) * 8 + me().q2]);
+  __device__ __forceinline__ explicit Emitter(const Outputs& o) : outputs(o) {}
+
+  __device__ __forceinline__ static const Work& work() { return *shared_at<Work>(Place::work); }
+  __device__ __forceinline__ size_t part() const { return work().part + done; }
+  __device__ __forceinline__ size_t spare() const { return work().spare + done; }
+
+  __device__ __forceinline__ static const int* bases() { return shared_at<int>(Place::bases); }
+  __device__ __forceinline__ static float* group_m(int t) { return shared_at<float>(Place::group_m) + t * MT * 16; }
+  __device__ __forceinline__ static float* walk_m(int t) { return shared_at<float>(Place::walk_m) + t * MT * 16; }
+  __device__ __forceinline__ const float* unit_m() const { return shared_at<float>(Place::unit_m) + turn * MT * 16; }
+  __device__ __forceinline__ static int index(int t, int h, int n) { return (t * 2 + h) * (COLS / 2) + n; }
+
+  // The unit from position `unit` to `end` is complete in `a`; the job's last one if `last`.
+  __device__ __forceinline__ void take(const Acc<M>& a, int unit, int end, bool last) {
+#if WALK
+    if (work().kind == SHARED_KEYS) {
+      const int size = size_at(unit, GROUP);
+      if ((unit & (size - 1)) == 0) { group = unit; copy(a, unit); } else add(a, unit);
+      if (last || (end & (size - 1)) == 0) finish();
+    } else {
+      store(a, unit, outputs.own);
+    }
+#else
+    store(a, unit, work().kind == SHARED_KEYS ? outputs.shared : outputs.own);
+    done += work().step;
+#endif
+    turn ^= 1;
   }
 
-  // The unit that began at `unit` is complete in `a`. first: of its group.
-  __device__ __forceinline__ void take(const Acc<MT>& a, int unit, bool first, const int* bases, const Partials& out) {
-    bool on[MT][2];
+  __device__ __forceinline__ void store(const Acc<M>& a, int unit, const Partials& out) const {
+    const Lane i = value_lane();
+    const size_t part = this->part();
 #pragma unroll
-    for (int t = 0; t < MT; t++) { on[t][0] = unit < bases[line(t, 0)]; on[t][1] = unit < bases[line(t, 1)]; }
-    if (first) copy(a, on, out);
-    else add(a, on, out);
-    __syncwarp();
+    for (int t = 0; t < M; t++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int line = t * 16 + h * 8 + i.g;
+        if (unit < bases()[line])
+#pragma unroll
+          for (int n = 0; n < COLS / 2; n++) *place_of(out, part + line, n) = a.at(t, h, n);
+      }
+    if (i.warp < M && i.q == 0)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int line = i.warp * 16 + h * 8 + i.g;
+        if (unit < bases()[line]) out.ml[part + line] = make_float2(unit_m()[line], a.l[h * 2]);
+      }
   }
 
-  __device__ __forceinline__ void copy(const Acc<MT>& a, const bool (&on)[MT][2], const Partials& out) {
+#if WALK
+  // The group's first unit.
+  __device__ __forceinline__ void copy(const Acc<M>& a, int unit) {
+    const Lane i = value_lane();
+    const size_t spare = this->spare();
 #pragma unroll
-    for (int t = 0; t < MT; t++)
+    for (int t = 0; t < M; t++)
 #pragma unroll
-      for (int h = 0; h < 2; h++) if (me().q2 == 0) ml[line(t, h)] = make_float2(a.m[t][h], a.l[t][h]);
+      for (int h = 0; h < 2; h++) {
+        const int line = t * 16 + h * 8 + i.g;
+        const bool on = unit < bases()[line];
 #pragma unroll
-    for (int n = 0; n < COLS; n++)
-#pragma unroll
-      for (int t = 0; t < MT; t++) {
-        if (n < GR) {
-#pragma unroll
-          for (int j = 0; j < 4; j++) o[t][n < GR ? n : 0][j] = a.o[t][n][j];
-        } else if (n < GR + GS) {
-          box[((n - GR) * MT + t) * THREADS] = make_float4(a.o[t][n][0], a.o[t][n][1], a.o[t][n][2], a.o[t][n][3]);
-        } else {
-#pragma unroll
-          for (int h = 0; h < 2; h++)
-            if (on[t][h]) *global(out, spare, t, h, n) = make_float2(a.o[t][n][h * 2], a.o[t][n][h * 2 + 1]);
+        for (int n = 0; n < COLS / 2; n++) {
+          if (IN_REGISTERS) o[IN_REGISTERS ? index(t, h, n) : 0] = a.at(t, h, n);
+          else if (on) *place_of(outputs.shared, spare + line, n) = a.at(t, h, n);
         }
       }
-  }
-
-  __device__ __forceinline__ void add(const Acc<MT>& a, const bool (&on)[MT][2], const Partials& out) {
-    float fa[MT][2], fb[MT][2];
-#pragma unroll
-    for (int t = 0; t < MT; t++)
+    if (i.warp < M)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const float2 sum = fold_sums(ml[line(t, h)], make_float2(a.m[t][h], a.l[t][h]), fa[t][h], fb[t][h]);
-        __syncwarp();
-        if (me().q2 == 0 && on[t][h]) ml[line(t, h)] = sum;
+        const int line = i.warp * 16 + h * 8 + i.g;
+        l[h] = a.l[h * 2];
+        if (i.q == 0) group_m(group_turn ^ 1)[line] = unit_m()[line];
       }
+    group_turn ^= 1;                                           // read by others after the next tile's barriers
+  }
+
+  // A later unit.
+  __device__ __forceinline__ void add(const Acc<M>& a, int unit) {
+    const Lane i = value_lane();
+    const size_t spare = this->spare();
+    const float* before = group_m(group_turn);
+    float4 v[2][COLS / 2];                                     // of two lines, one ahead
+    auto load = [&](int x) {
+      const int line = x / 2 * 16 + x % 2 * 8 + i.g;
+      if (unit < bases()[line])
 #pragma unroll
-    for (int n = 0; n < GR; n++)
+        for (int n = 0; n < COLS / 2; n++) v[x % 2][n] = *place_of(outputs.shared, spare + line, n);
+    };
+    if (!IN_REGISTERS) load(0);
 #pragma unroll
-      for (int t = 0; t < MT; t++)
+    for (int x = 0; x < 2 * M; x++) {
+      const int t = x / 2, h = x % 2, line = t * 16 + h * 8 + i.g;
+      if (!IN_REGISTERS && x + 1 < 2 * M) load(x + 1);
+      if (unit >= bases()[line]) continue;
+      float fa, fb;
+      fold_sums(make_float2(before[line], 0.f), make_float2(unit_m()[line], 0.f), fa, fb);
 #pragma unroll
-        for (int j = 0; j < 4; j++)
-          if (on[t][j >> 1]) o[t][n][j] = fold(o[t][n][j], a.o[t][n][j], fa[t][j >> 1], fb[t][j >> 1]);
-#pragma unroll
-    for (int n = GR; n < GR + GS; n++)
-#pragma unroll
-      for (int t = 0; t < MT; t++) {
-        float4& at = box[((n - GR) * MT + t) * THREADS];
-        float4 x = at;
-        if (on[t][0]) { x.x = fold(x.x, a.o[t][n][0], fa[t][0], fb[t][0]); x.y = fold(x.y, a.o[t][n][1], fa[t][0], fb[t][0]); }
-        if (on[t][1]) { x.z = fold(x.z, a.o[t][n][2], fa[t][1], fb[t][1]); x.w = fold(x.w, a.o[t][n][3], fa[t][1], fb[t][1]); }
-        at = x;
+      for (int n = 0; n < COLS / 2; n++) {
+        if (IN_REGISTERS) {
+          float4& at = o[IN_REGISTERS ? index(t, h, n) : 0];
+          at = fold4(at, a.at(t, h, n), fa, fb);
+        } else {
+          *place_of(outputs.shared, spare + line, n) = fold4(v[x % 2][n], a.at(t, h, n), fa, fb);
+        }
       }
-#pragma unroll
-    for (int n = GR + GS; n < COLS; n++) {
-      float2 x[MT][2];
-#pragma unroll
-      for (int t = 0; t < MT; t++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) if (on[t][h]) x[t][h] = *global(out, spare, t, h, n);
-#pragma unroll
-      for (int t = 0; t < MT; t++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) if (on[t][h])
-          *global(out, spare, t, h, n) = make_float2(fold(x[t][h].x, a.o[t][n][h * 2], fa[t][h], fb[t][h]),
-                                                     fold(x[t][h].y, a.o[t][n][h * 2 + 1], fa[t][h], fb[t][h]));
     }
-  }
-
-  // The group that began at `start` is complete: it is, or is folded into, the partial.
-  __device__ __forceinline__ void finish(int start, const int* bases, const Partials& out) {
-    const bool first = start == begin;
-#pragma unroll
-    for (int t = 0; t < MT; t++)
+    if (i.warp < M)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const int x = line(t, h);
-        const bool on = start < bases[x];
-        float2 sum = ml[x];
-        float fa = 0.f, fb = 1.f;
-        if (!first) sum = fold_sums(walk[x], sum, fa, fb);
-        __syncwarp();                                         // all four lanes of the line have read
-        if (on && me().q2 == 0) { walk[x] = sum; if (me().warp == 0) out.ml[part + x] = sum; }
+        const int line = i.warp * 16 + h * 8 + i.g;
+        float2 sum = make_float2(before[line], l[h]);
+        float fa, fb;
+        if (unit < bases()[line]) sum = fold_sums(sum, make_float2(unit_m()[line], a.l[h * 2]), fa, fb);
+        l[h] = sum.y;
+        if (i.q == 0) group_m(group_turn ^ 1)[line] = sum.x;
+      }
+    group_turn ^= 1;
+  }
+
+  // The group is complete.
+  __device__ __forceinline__ void finish() {
+    const Lane i = value_lane();
+    if (work().spare != work().part) { join(); return; }
+    const size_t part = this->part();
+    if (IN_REGISTERS)
 #pragma unroll
-        for (int n = 0; n < COLS; n++) if (on) {
-          float2 v;
-          if (n < GR) v = make_float2(o[t][n < GR ? n : 0][h * 2], o[t][n < GR ? n : 0][h * 2 + 1]);
-          else if (n < GR + GS) v = reinterpret_cast<float2*>(&box[((n - GR) * MT + t) * THREADS])[h];
-          else if (part == spare) continue;                   // one group: it was built in place
-          else v = *global(out, spare, t, h, n);
-          float2* to = global(out, part, t, h, n);
-          if (!first) { const float2 u = *to; v = make_float2(fold(u.x, v.x, fa, fb), fold(u.y, v.y, fa, fb)); }
+      for (int t = 0; t < M; t++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int line = t * 16 + h * 8 + i.g;
+          if (group < bases()[line])
+#pragma unroll
+            for (int n = 0; n < COLS / 2; n++) *place_of(outputs.shared, part + line, n) = o[IN_REGISTERS ? index(t, h, n) : 0];
+        }
+    if (i.warp < M && i.q == 0)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int line = i.warp * 16 + h * 8 + i.g;
+        if (group < bases()[line]) outputs.shared.ml[part + line] = make_float2(group_m(group_turn)[line], l[h]);
+      }
+    done += work().step;
+  }
+
+  // One span holds all groups: fold this one into it.
+  __device__ __forceinline__ void join() {
+    const Lane i = value_lane();
+    const bool first = group == work().begin;
+    const size_t part = this->part(), spare = this->spare();
+    bar_sync<VALUES, VALUE_THREADS>();                           // the group's maxima were written just now
+    const float *before = walk_m(walk_turn), *now = group_m(group_turn);
+#pragma unroll
+    for (int t = 0; t < M; t++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int line = t * 16 + h * 8 + i.g;
+        if (group >= bases()[line]) continue;
+        float fa = 0.f, fb = 1.f;
+        if (!first) fold_sums(make_float2(before[line], 0.f), make_float2(now[line], 0.f), fa, fb);
+#pragma unroll
+        for (int n = 0; n < COLS / 2; n++) {
+          float4 v = IN_REGISTERS ? o[IN_REGISTERS ? index(t, h, n) : 0] : *place_of(outputs.shared, spare + line, n);
+          float4* to = place_of(outputs.shared, part + line, n);
+          if (!first) v = fold4(*to, v, fa, fb);
           *to = v;
         }
       }
-    __syncwarp();
+    if (i.warp < M)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int line = i.warp * 16 + h * 8 + i.g;
+        float2 sum = make_float2(now[line], l[h]);
+        float fa, fb;
+        const bool on = group < bases()[line];
+        if (!first) sum = on ? fold_sums(make_float2(before[line], walk_l[h]), sum, fa, fb) : make_float2(before[line], walk_l[h]);
+        walk_l[h] = sum.y;
+        if (i.q == 0) {
+          walk_m(walk_turn ^ 1)[line] = sum.x;
+          if (on) outputs.shared.ml[part + line] = sum;
+        }
+      }
+    walk_turn ^= 1;
   }
+#endif
 };

@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <vector>
 
@@ -32,9 +33,10 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 struct bf16 { uint16_t bits; };
 typedef bf16 __nv_bfloat16;
 struct __nv_bfloat162 { bf16 x, y; };
-struct float2 { float x, y; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct uint2 { u32 x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
 inline float2 make_float2(float a, float b) { return {a, b}; }
 inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 inline float from_bits(u32 u) { float f; memcpy(&f, &u, 4); return f; }
@@ -52,8 +54,10 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline int __float2int_rn(float x) { return (int)lrintf(x); }
 inline float ex2(float x) { return exp2f(x); }
 inline float __frcp_rn(float a) { return 1.f / a; }
+inline u32 atomicAdd(u32* p, u32 v) { const u32 old = *p; *p += v; return old; }
 inline int __popcll(u64 v) { return __builtin_popcountll(v); }
 template <class T> inline T __ldcs(const T* p) { return *p; }
 
@@ -79,7 +83,13 @@ inline void wait_for(Barrier& b, int n) {
   while (b.generation == g) swapcontext(&fibers[current].context, &scheduler);
 }
 inline void __syncthreads() { wait_for(block_barrier, blockDim.x * blockDim.y); }
-inline void pair_barrier(int id) { wait_for(named_barriers[id], 64); }
+template <int ID, int COUNT> void bar_sync() { wait_for(named_barriers[ID], COUNT); }
+template <int ID, int COUNT> void bar_arrive() {
+  Barrier& b = named_barriers[ID];
+  if (++b.count == COUNT) { b.count = 0; b.generation++; }
+}
+template <int N> void give_registers() {}
+template <int N> void take_registers() {}
 inline void __syncwarp() { wait_for(warp_barriers[current >> 5], 32); }
 inline void pdl_wait() {}
 inline void pdl_go() {}
@@ -107,19 +117,21 @@ inline bool __all_sync(u32, bool v) {
 
 // ---- asynchronous copies arrive either at once or as late as allowed (DEFER in the environment)
 struct Copy { u32 to; const void* from; bool on; };
-static const bool defer_copies = getenv("DEFER") != nullptr;
-static std::vector<Copy> waiting[512];
+static const bool defer_copies = getenv("DEFER") != nullptr, from_last = getenv("FROM_LAST") != nullptr;
+static std::deque<std::vector<Copy>> waiting[512];            // groups of each thread, the last one still open
 inline void arrive(const Copy& c) { if (c.on) memcpy(raw + c.to, c.from, 16); else memset(raw + c.to, 0, 16); }
 inline void copy16_or_zero(bool on, u32 to, const void* from) {
   shared_address(raw + to + 15);
-  if (defer_copies) waiting[current].push_back({to, from, on}); else arrive({to, from, on});
+  if (defer_copies) waiting[current].back().push_back({to, from, on}); else arrive({to, from, on});
 }
 inline void copy16(u32 to, const void* from) { copy16_or_zero(true, to, from); }
-inline void copy_commit() {}
+inline void copy_commit() { waiting[current].push_back({}); }
 template <int N> void copy_wait() {
-  static_assert(N == 0, "only waiting for all is emulated");
-  for (const Copy& c : waiting[current]) arrive(c);
-  waiting[current].clear();
+  auto& groups = waiting[current];
+  while ((int)groups.size() - 1 > N) {
+    for (const Copy& c : groups.front()) arrive(c);
+    groups.pop_front();
+  }
 }
 
 // ---- matrix pieces
@@ -176,7 +188,7 @@ inline void run_block(dim3 block, std::function<void()> f) {
   block_barrier = {};
   for (auto& b : named_barriers) b = {};
   for (auto& b : warp_barriers) b = {};
-  for (auto& w : waiting) w.clear();
+  for (auto& w : waiting) { w.clear(); w.push_back({}); }
   memset(raw, 0xff, sizeof raw);
   for (int i = 0; i < n; i++) {
     getcontext(&fibers[i].context);
@@ -188,7 +200,9 @@ inline void run_block(dim3 block, std::function<void()> f) {
   }
   for (bool any = true; any;) {
     any = false;
-    for (int i = 0; i < n; i++) if (!fibers[i].done) {
+    for (int at = 0; at < n; at++) {
+      const int i = from_last ? n - 1 - at : at;
+      if (fibers[i].done) continue;
       any = true;
       current = i;
       threadIdx = {i % block.x, i / block.x, 0};

@@ -22,9 +22,9 @@ template <class T> std::vector<T> take() {   // a count, then so many elements
 
 int main(int, char** argv) {
   file = fopen(argv[1], "rb");
-  const auto sizes = take<int>();            // rows, nodes, heads, pages, words, tokens, partials, jobs, blocks, warps
+  const auto sizes = take<int>();            // rows, nodes, heads, pages, words, tokens, partials, jobs, blocks
   const int rows = sizes[0], nodes = sizes[1], heads = sizes[2], pages = sizes[3], words = sizes[4], tokens = sizes[5];
-  const int parts = sizes[6], jobs = sizes[7], blocks = sizes[8], warps = sizes[9];
+  const int parts = sizes[6], jobs = sizes[7], blocks = sizes[8];
   const auto scale = take<float>();
   const auto lengths = take<int>(), counts = take<int>(), starts = take<int>(), table = take<int>();
   const auto masks = take<u64>();
@@ -37,7 +37,7 @@ int main(int, char** argv) {
   std::vector<float2> ml(parts, {NAN, NAN}), own_ml((size_t)tokens * 2 * heads, {NAN, NAN});
   std::vector<bf16> out((size_t)tokens * heads * LATENT, bf16{0x7fff});
   run_grid({2, 1, 1}, {planning::THREADS, 1, 1}, [&] {
-    planning::mla_plan(lengths.data(), 1, counts.data(), 1, starts.data(), 1, rows, heads, MT * 16, BT * 16, WALK ? GROUP : UNIT, parts,
+    planning::mla_plan(lengths.data(), 1, counts.data(), 1, starts.data(), 1, rows, heads, MT * 16, WALK ? GROUP : UNIT, blocks, parts,
                        jobs, list.data(), info.data(), &head);
   });
   if (head.jobs > jobs) return 4;
@@ -45,7 +45,7 @@ int main(int, char** argv) {
     attending::mla_attend(q.data(), q_pe.data(), ROPE, cache.data(), table.data(), pages, masks.data(), words, heads, scale[0], list.data(), &head,
                           o.data(), ml.data(), own_o.data(), own_ml.data());
   });
-  run_grid({rows * nodes * heads, (LATENT + 127) / 128, 1}, {32 * warps, 1, 1}, [&] {
+  run_grid({rows * nodes * heads, (LATENT + 127) / 128, 1}, {32 * WARPS, 1, 1}, [&] {
     combining::mla_combine(info.data(), &head, masks.data(), words, nodes, heads, o.data(), ml.data(), own_o.data(), own_ml.data(), out.data());
   });
   file = fopen(argv[2], "wb");
