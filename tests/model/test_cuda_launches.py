@@ -67,6 +67,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(jit, "Kernel", Recorder)
     monkeypatch.setattr(attention_op, "Kernel", Recorder)
     monkeypatch.setattr(attention_op, "arch", lambda device: "sm_90a")
+    monkeypatch.setattr(attention_op, "processors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(Recorder, "launched", Counter())

@@ -135,11 +135,11 @@ def times(sweep: Sweep, device: torch.device, arch: str) -> None:
         if best and time.time() < sweep.end:
             case = bench.Bench(rows, heads, nodes, context, device, best[2], best[3])
             parts = {"attend": case.partials, "combine": case.fold, "plan": case.plan}
-            us = {
+            took = {
                 f"{name}_us": round(time_graph(part, 1 if name == "plan" else len(case.tables), 5), 2)
                 for name, part in parts.items()
             }
-            sweep.say(best=best[1], us=round(best[0], 2), **us)
+            sweep.say(best=best[1], us=round(best[0], 2), **took)
 
 
 def child(folder: Path, seconds: float) -> None:
