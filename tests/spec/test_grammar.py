@@ -228,7 +228,7 @@ def test_grammars_that_do_not_compile_allow_nothing_or_grow_dear_are_refused(gra
     start = time.perf_counter()
     with pytest.raises(RequestError, match="cannot be used: ") as refused:
         begin(grammars, form)
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 4  # 0.6 s of a CPU that others use too
     assert refused.value.param == "response_format" and "\n" not in str(refused.value)
 
 

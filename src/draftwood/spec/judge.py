@@ -1,7 +1,8 @@
 """Tries grammars in a process of their own, so that one that takes too long or too much can be ended.
 
 A grammar is compiled and walked with random tokens. It is refused when compiling fails or takes too long, when it
-allows no answer, when a single mask takes too long, or when masks become dear as the answer grows (ambiguity).
+allows no answer, when a single mask takes too long, or when masks become dear as the answer grows (ambiguity). Times are of
+the CPU, so that a machine that is busy with answers refuses nothing that an idle one takes.
 Run as a program, this module is that process. It forks for each grammar and stays, for its imports take seconds.
 """
 
@@ -30,13 +31,15 @@ from draftwood.errors import DraftwoodError
 
 START_SECONDS = 120.0
 TRY_SECONDS = 0.6
-"""For one grammar, in all: a request that cannot be served is refused within a second."""
+"""For one grammar, in all: a request that cannot be served is refused within a second of an idle machine."""
+PATIENCE_SECONDS = 10.0
+"""For the same by the clock on the wall."""
 GRACE_SECONDS = 10.0
 """For the process to answer when the time of a grammar is over."""
 WALK_SECONDS, WALK_TOKENS = 0.3, 256
 MASK_SECONDS = 0.3
 """Most for one mask that is computed for the first time."""
-KNOWN_MASK_SECONDS = 0.005
+KNOWN_MASK_SECONDS = 0.003
 """Most for one that is computed again, at the end of the walk."""
 _LONGEST = 4096
 """Bytes of an answer: what a pipe takes at once."""
@@ -99,19 +102,19 @@ def judge(compiled: Any, vocabulary: Vocabulary, seed: int = 0) -> str:
     rng, stops = random.Random(seed), set(vocabulary.stops)
     matcher = xgrammar.GrammarMatcher(compiled)
     bits = np.zeros((1, words(len(vocabulary.tokens))), np.int32)
-    began = time.perf_counter()
+    began = time.process_time()
     last = None
     for count in range(WALK_TOKENS):
-        start = time.perf_counter()
+        start = time.process_time()
         matcher.fill_next_token_bitmask(bits, 0)
-        if time.perf_counter() - start > MASK_SECONDS:
+        if time.process_time() - start > MASK_SECONDS:
             return "it takes too long to follow; make it simpler"
         ids = [int(id) for id in allowed_ids(bits[0]) if int(id) not in stops]
         if not ids:
             return "it allows no answer" if count == 0 and not matcher.is_completed() else ""
         last = rng.choice(ids)
         matcher.accept_token(last)
-        if time.perf_counter() - began > WALK_SECONDS:
+        if time.process_time() - began > WALK_SECONDS:
             break
     return _again(matcher, bits, last)
 
@@ -121,10 +124,10 @@ def _again(matcher: Any, bits: NDArray[np.int32], last: int | None) -> str:
     seconds = []
     for _ in range(3):
         matcher.rollback(1)
-        start = time.perf_counter()
+        start = time.process_time()
         matcher.accept_token(last)
         matcher.fill_next_token_bitmask(bits, 0)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     # the first of them may still compute the mask of the last place
     return "it is too ambiguous to follow; make it simpler" if min(seconds[1:]) > KNOWN_MASK_SECONDS else ""
 
@@ -140,7 +143,7 @@ class Judge:
     def ask(self, kind: str, text: str) -> str:
         """Return what is wrong with a grammar, nothing if it can be used. Raises DraftwoodError if it cannot start."""
         with self._lock:
-            answer = self._exchange(self._start(), (kind, text, TRY_SECONDS), TRY_SECONDS + GRACE_SECONDS)
+            answer = self._exchange(self._start(), (kind, text, TRY_SECONDS), PATIENCE_SECONDS + GRACE_SECONDS)
             if answer is None:
                 self._end()
                 return "it ended the process that checks grammars; make it simpler"
@@ -211,22 +214,24 @@ def main() -> None:
 
 
 def _apart(tool: Any, vocabulary: Vocabulary, kind: str, text: str, seconds: float) -> str:
-    """Try a grammar in a child that ends with the answer, or is ended when the time is over."""
+    """Try a grammar in a child that ends with the answer, or is ended when it has used `seconds` of the CPU."""
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
         try:
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
             os.write(send, _tried(tool, vocabulary, kind, text).encode()[:_LONGEST])
         finally:
             os._exit(0)
     os.close(send)
-    late = not select.select([receive], [], [], seconds)[0]
+    late = not select.select([receive], [], [], PATIENCE_SECONDS)[0]
     if late:
         os.kill(child, signal.SIGKILL)
     said = os.read(receive, _LONGEST).decode(errors="replace")
     os.close(receive)
-    os.waitpid(child, 0)
-    if late:
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not said and (late or ended == -signal.SIGPROF):
         return f"it takes longer than {seconds:g} seconds to compile; make it simpler"
     return said[1:] if said else "it is too large"
 
