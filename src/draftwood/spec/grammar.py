@@ -206,9 +206,7 @@ def permits(
 class Grammars:
     """Compiled grammars of one rank. `check` may be called from any thread, `start` from the one that steps."""
 
-    def __init__(
-        self, load: Callable[[], tuple[Sequence[bytes], Mapping[str, int]]], stops: Sequence[int], vocab: int
-    ) -> None:
+    def __init__(self, load: Callable[[], tuple[Sequence[bytes], Mapping[str, int]]], stops: Sequence[int], vocab: int) -> None:
         """`load` returns the bytes of every token and the special tokens by name; it is called when first needed.
 
         `stops`: tokens that end an answer; `vocab`: width of the logits.
@@ -221,13 +219,6 @@ class Grammars:
         self._compiler: Any = None
         self._judge: Judge | None = None
         self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
-
-    def warm(self) -> None:
-        """Do now what the first grammar would wait for: seconds. Nothing where xgrammar is not installed."""
-        if importlib.util.find_spec("xgrammar") is not None:
-            with self._lock:
-                judge = self._prepare()
-            judge.warm()
 
     def check(self, grammar: Grammar, prompt: Sequence[int]) -> Grammar:
         """Return the grammar as the request needs it after `prompt`. Raises RequestError for one that cannot be used.

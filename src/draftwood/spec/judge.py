@@ -149,11 +149,6 @@ class Judge:
                 return "it ended the process that checks grammars; make it simpler"
             return str(answer)
 
-    def warm(self) -> None:
-        """Start the process and wait for it, so that the first grammar does not have to. Raises DraftwoodError."""
-        with self._lock:
-            self._start()
-
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
