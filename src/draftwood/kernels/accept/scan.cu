@@ -38,8 +38,10 @@ scan(STEP_ARGUMENTS, float2* raw, float2* heat, u64* best,
   if (!is_live(step, m)) return;
   Eight<WIDE != 0> held[CHUNKS];                       // the logits travel while the node's parameters are looked up
 #pragma unroll
-  for (int i = 0; i < CHUNKS; i++)
-    if (chunk_token(s, i) < V) held[i] = fetch_logits<WIDE != 0>(logits, m * stride + chunk_token(s, i));
+  for (int i = 0; i < CHUNKS; i++) {
+    const int at = chunk_token(s, i);
+    held[i] = at < V ? fetch_logits<WIDE != 0>(logits, m * stride + at) : no_logits<WIDE != 0>();
+  }
   prepare(a, step, m, path);
   const long long part = (long long)m * segments + s;
   float v[PER];
@@ -48,15 +50,20 @@ scan(STEP_ARGUMENTS, float2* raw, float2* heat, u64* best,
     float x[8];
     logits_of<WIDE != 0>(x, held[i]);
 #pragma unroll
-    for (int e = 0; e < 8; e++) v[i * 8 + e] = chunk_token(s, i) < V ? x[e] : minus_infinity();
+    for (int e = 0; e < 8; e++) v[i * 8 + e] = x[e];
   }
-  auto sums = [&]() {
-    float most = v[0];
+  float most, peak = 0.f;                              // highest of this thread, and once it is known of the block
+  auto highest = [&]() {
+    most = v[0];
 #pragma unroll
     for (int j = 1; j < PER; j++) most = fmaxf(most, v[j]);
-    const float peak = block_max(most, room), sum = block_exp_sum(v, peak, room);
+  };
+  auto sums = [&]() {
+    peak = block_max(most, room);
+    const float sum = block_exp_sum(v, peak, room);
     return make_float2(peak, sum);                     // the sum in thread 0
   };
+  highest();
   float2 found = make_float2(0.f, 0.f);
   if (logprobs) {
     found = sums();
@@ -73,6 +80,7 @@ scan(STEP_ARGUMENTS, float2* raw, float2* heat, u64* best,
 #pragma unroll
       for (int e = 0; e < 8; e++) v[i * 8 + e] = x[e];
     }
+    highest();
   }
 #if FILTERS
   if (a.filtered) {
@@ -85,15 +93,18 @@ scan(STEP_ARGUMENTS, float2* raw, float2* heat, u64* best,
     return;
   }
 #endif
-  float most = v[0];
-  int which = 0;                                       // the first, so the lowest id, of a thread's equal ones
+  auto first = [&]() {                                 // of the thread's highest ones: the lowest id
+    int which = PER - 1;
 #pragma unroll
-  for (int j = 1; j < PER; j++) if (v[j] > most) { most = v[j]; which = j; }
+    for (int j = PER - 2; j >= 0; j--) if (v[j] == most) which = j;
+    return token_of(s, which);
+  };
   u64 mine;
   if (!a.hot) {
-    mine = rank_key(most, token_of(s, which));
+    if (a.adjusted || !logprobs) peak = block_max(most, room);
+    mine = most == peak ? rank_key(most, first()) : 0;
   } else {
-    mine = drawn_key(a, most, token_of(s, which));
+    mine = drawn_key(a, most, first());
     float least = key_value((u64)warp_max_u32((u32)(mine >> 32)) << 32);     // the warp's best so far
 #pragma unroll
     for (int q = 0; q < PER / 4; q++) {

@@ -30,7 +30,7 @@ __device__ __forceinline__ bool few_noisy(TopWork<PER>& work, const float (&v)[P
 #pragma unroll
   for (int j = 1; j < PER; j++) if (v[j] > most) { most = v[j]; which = j; }
   const u64 first = noisy_key(most, token_of(s, which), position, seed, scale);
-  block_bound<1>(work, [&](int) { return first; });
+  block_bound(work, (u32)(first >> 32));
   const u32 bound = work.bound;
   const float least = key_value((u64)bound << 32);
   __syncthreads();
@@ -96,7 +96,7 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
 #pragma unroll
   for (int i = 0; i < CHUNKS; i++) {
     const int at = chunk_token(s, i);
-    if (at < V) held[i] = fetch_logits<WIDE != 0>(logits, r * row_stride + d * depth_stride + at);
+    held[i] = at < V ? fetch_logits<WIDE != 0>(logits, r * row_stride + d * depth_stride + at) : no_logits<WIDE != 0>();
   }
   const float heat = temperature[r], scale = beta[d];
   const u64 given = seeds ? (u64)seeds[r] : 0;
@@ -110,7 +110,7 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
     float x[8];
     logits_of<WIDE != 0>(x, held[i]);
 #pragma unroll
-    for (int e = 0; e < 8; e++) v[i * 8 + e] = chunk_token(s, i) < V ? fminf(x[e], 1e30f) : minus_infinity();
+    for (int e = 0; e < 8; e++) v[i * 8 + e] = fminf(x[e], 1e30f);
   }
   if (hot && heat != 1.f) {
 #pragma unroll

@@ -127,6 +127,14 @@ __device__ __forceinline__ Eight<FLOAT32> fetch_logits(const void* logits, long 
   }
   return got;
 }
+template <bool FLOAT32>
+__device__ __forceinline__ Eight<FLOAT32> no_logits() {                      // beyond the vocabulary: -inf
+  Eight<FLOAT32> got;
+  const u32 word = FLOAT32 ? 0xff800000u : 0xff80ff80u;
+#pragma unroll
+  for (int i = 0; i < (FLOAT32 ? 2 : 1); i++) got.word[i] = make_uint4(word, word, word, word);
+  return got;
+}
 // As numbers; NaN as -inf.
 template <bool FLOAT32>
 __device__ __forceinline__ void logits_of(float (&v)[8], const Eight<FLOAT32>& got) {

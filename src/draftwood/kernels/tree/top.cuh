@@ -36,27 +36,24 @@ __device__ __forceinline__ int rank_among(const T* groups, T g, int at) {
   return rank;
 }
 
-// Put this thread's keys from `bound` on into the list, if there is room for them.
-template <int PER, class Key>
-__device__ __forceinline__ void collect(TopWork<PER>& work, Key key, u64 bound) {
+// Put this thread's keys j < PER that `reach` the bound into the list, if there is room for them.
+template <int PER, class Key, class Reach>
+__device__ __forceinline__ void collect(TopWork<PER>& work, Key key, Reach reach) {
   u32 n = 0;
 #pragma unroll
-  for (int j = 0; j < PER; j++) n += key(j) >= bound;
+  for (int j = 0; j < PER; j++) n += reach(j);
   if (!n) return;
   u32 at = count_up(&work.count, n);
   if (at + n > TopWork<PER>::CAPACITY) return;
 #pragma unroll
-  for (int j = 0; j < PER; j++) if (key(j) >= bound) work.list[at++] = key(j);
+  for (int j = 0; j < PER; j++) if (reach(j)) work.list[at++] = key(j);
 }
 
-// key(j), j < KEYS: this thread's keys; returns the highest's value part. work.bound: a value part that at least 64 keys reach (1: fewer
-// than 64 groups of threads have a key). All threads of the block call it; it ends with a barrier.
-template <int KEYS, int PER, class Key>
-__device__ __forceinline__ u32 block_bound(TopWork<PER>& work, Key key) {
+// mine: the value part of this thread's highest key. work.bound: a value part that at least 64 keys reach (1: fewer than 64 groups of
+// threads have a key). All threads of the block call it; it ends with a barrier.
+template <int PER>
+__device__ __forceinline__ void block_bound(TopWork<PER>& work, u32 mine) {
   const int tid = threadIdx.x;
-  u32 mine = 0;
-#pragma unroll
-  for (int j = 0; j < KEYS; j++) mine = max(mine, (u32)(key(j) >> 32));
   work.maxima[tid] = mine;
   if (tid == 0) { work.bound = 1; work.bound_key = 1; work.count = 0; }
   __syncthreads();
@@ -72,17 +69,16 @@ __device__ __forceinline__ u32 block_bound(TopWork<PER>& work, Key key) {
     if (g && rank_among(work.group, g, tid) == TOP - 1) work.bound = g;
   }
   __syncthreads();
-  return mine;
 }
 
-// work.top is complete after the last barrier. All threads of the block call it.
-template <int PER, class Key>
-__device__ __forceinline__ void block_top(TopWork<PER>& work, Key key) {
+// work.top is complete after the last barrier. key(j), j < PER: this thread's keys; mine: the value part of the highest; reach(bound)
+// returns a test of j: is the value part of key(j) at least the bound. All threads of the block call it.
+template <int PER, class Key, class Reach>
+__device__ __forceinline__ void block_top(TopWork<PER>& work, Key key, u32 mine, Reach reach) {
   const int tid = threadIdx.x;
   if (tid < TOP) work.top[tid] = 0;
-  const u32 mine = block_bound<PER>(work, key);
-  const u32 bound = work.bound;
-  if (mine >= bound) collect<PER>(work, key, (u64)bound << 32);
+  block_bound<PER>(work, mine);
+  if (mine >= work.bound) collect<PER>(work, key, reach(work.bound));
   __syncthreads();
   if (work.count > TopWork<PER>::CAPACITY) {           // the same in all threads
     __syncthreads();
@@ -104,7 +100,8 @@ __device__ __forceinline__ void block_top(TopWork<PER>& work, Key key) {
       if (g && rank_among(work.group_key, g, tid) == TOP - 1) work.bound_key = g;
     }
     __syncthreads();
-    collect<PER>(work, key, work.bound_key);
+    const u64 bound = work.bound_key;
+    collect<PER>(work, key, [&](int j) { return key(j) >= bound; });
     __syncthreads();
   }
   const int n = work.count;
@@ -123,10 +120,22 @@ __device__ __forceinline__ void block_top(TopWork<PER>& work, Key key) {
   __syncthreads();
 }
 
-// The 64 best of a segment's values.
-__device__ __forceinline__ void segment_top(TopWork<PER>& work, const float (&v)[PER], int s) {
-  u32 order[PER];                                      // takes the place of v in the registers
+// The 64 best of keys.
+template <int PER, class Key>
+__device__ __forceinline__ void block_top(TopWork<PER>& work, Key key) {
+  u32 mine = 0;
 #pragma unroll
-  for (int j = 0; j < PER; j++) order[j] = v[j] > minus_infinity() ? float_order(add_rn(v[j], 0.f)) : 0;
-  block_top<PER>(work, [&](int j) { return order[j] ? (u64)order[j] << 32 | (u32)~token_of(s, j) : 0; });
+  for (int j = 0; j < PER; j++) mine = max(mine, (u32)(key(j) >> 32));
+  block_top<PER>(work, key, mine, [&](u32 bound) { return [&key, bound](int j) { return (u32)(key(j) >> 32) >= bound; }; });
+}
+// The 64 best of a segment's values: keys are made for the few that reach the bound.
+__device__ __forceinline__ void segment_top(TopWork<PER>& work, const float (&v)[PER], int s) {
+  float most = v[0];
+#pragma unroll
+  for (int j = 1; j < PER; j++) most = fmaxf(most, v[j]);
+  auto key = [&](int j) { return rank_key(v[j], token_of(s, j)); };
+  block_top<PER>(work, key, (u32)(rank_key(most, 0) >> 32), [&](u32 bound) {
+    const float least = bound > 1 ? key_value((u64)bound << 32) : -3.4028235e38f;                // lowest above -inf
+    return [&v, least](int j) { return v[j] >= least; };
+  });
 }
