@@ -25,15 +25,16 @@ def top(scores: NDArray[np.float32], k: int) -> tuple[NDArray[np.int64], NDArray
     if rows == 0 or k == 0:
         return ids, values
     flat = np.flatnonzero(scores >= _bound(scores, k)[:, None])
+    if not len(flat):
+        return ids, values
     row, token = np.divmod(flat, width)
-    value = scores.reshape(-1)[flat]
-    order = np.argsort((row << 32) - _ordered(value), kind="stable")  # stable: ties keep ascending ids
-    row, token, value = row[order], token[order], value[order]
-    place = np.arange(len(row)) - np.searchsorted(row, np.arange(rows))[row]
-    inside = place < k
-    row, place = row[inside], place[inside]
-    ids[row, place] = token[inside]
-    values[row, place] = value[inside]
+    value = scores.reshape(-1).take(flat)
+    order = np.lexsort((-value, row))  # stable: ties keep ascending ids, and rows their order
+    ends = row.searchsorted(np.arange(rows + 1))
+    place = ends[:-1, None] + np.arange(k)
+    inside = place < ends[1:, None]
+    np.copyto(ids, token.take(order).take(place, mode="clip"), where=inside)
+    np.copyto(values, value.take(order).take(place, mode="clip"), where=inside)
     return ids, values
 
 
@@ -51,12 +52,6 @@ def _bound(scores: NDArray[np.float32], k: int) -> NDArray[np.float32]:
     best = np.fmax.reduce(head, axis=1) if depth > 1 else head[:, 0]
     best = np.where(best > -np.inf, best, np.finfo(np.float32).min)  # NaN too
     return np.partition(best, groups - k, axis=1)[:, groups - k]
-
-
-def _ordered(values: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return integers in -2^31..2^31-1 in the order of the values; -0 equals 0."""
-    bits = (values + np.float32(0)).view(np.int32).astype(np.int64)
-    return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
 def host(x: Any) -> NDArray[Any]:

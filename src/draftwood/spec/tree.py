@@ -310,7 +310,8 @@ class _Conditional(_Marginal):
         super().__init__(ids[:1], scores)
         self.depth = len(ids)
         order = np.argsort(ids, axis=1)  # ascending ids: a stable sort then gives ties to the lowest
-        self.ids, self.raw = np.take_along_axis(ids, order, 1), np.take_along_axis(raw, order, 1)
+        every = np.arange(self.depth)[:, None]
+        self.ids, self.raw = ids[every, order], raw[every, order]
         self.bigram, self.weight, self.most = bigram, np.float32(weight), most
         self.known: dict[tuple[int, int], Children] = {}
 
