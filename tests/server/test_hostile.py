@@ -166,6 +166,7 @@ CHATS = {
     ),
     "a tool without name": ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice"),
     "a choice that is none": ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice"),
+    "one call and min_tokens": ({"tools": [TOOL], "parallel_tool_calls": False, "min_tokens": 2}, "min_tokens"),
     "template kwargs": ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     "template kwargs reserved": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     "template kwargs self": ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),

@@ -171,9 +171,7 @@ class Conversation(Body):
 
     def rendered_messages(self) -> list[Any]:
         """The messages for the template: OpenAI's developer is K2's system."""
-        return [
-            {**m, "role": "system"} if isinstance(m, dict) and m.get("role") == "developer" else m for m in self.messages
-        ]
+        return [{**m, "role": "system"} if isinstance(m, dict) and m.get("role") == "developer" else m for m in self.messages]
 
     def template(self) -> dict[str, Any]:
         """Arguments of the template. Raises RequestError for names that are the request's own."""
@@ -250,9 +248,15 @@ class ChatRequest(Asked, Conversation):
         return tool_grammar(self.offered_tools() or (), special, name, parallel, first=self._calls_so_far())
 
     def ends(self, special: Mapping[str, int]) -> tuple[int, ...]:
-        """Return tokens that end the answer beside the model's own: the end of a call where only one is wanted."""
+        """Return tokens that end the answer beside the model's own: the end of a call where only one is wanted.
+
+        Raises RequestError with min_tokens, which would keep the call from ending.
+        """
         if self.parallel_tool_calls is not False or not self.offered_tools() or CALL_END not in special:
             return ()
+        if self.min_tokens:
+            fault = f"min_tokens {self.min_tokens} does not go with parallel_tool_calls false; leave one of them out"
+            raise RequestError(fault, "min_tokens")
         return (special[CALL_END],)
 
     def _calls_so_far(self) -> int:
