@@ -17,7 +17,7 @@ from tests.kernels.emulate import COMPILER, Emulated
 
 # One worker: the compiled sources are kept by a process.
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), pytest.mark.xdist_group("emulated")]
-NANO, ROUTER = op.Shape(384, 128, 4), route_op.Shape(384, 16, 4)
+NANO, ROUTER = op.shape_of(384, 128, 4, 16), route_op.Shape(384, 16, 4)
 NAN = float("nan")
 
 
@@ -31,6 +31,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return Emulated(route_op._variant(entry, shape, parts).source)
 
     monkeypatch.setattr(op, "_kernel", functools.cache(expert_kernel))
+    monkeypatch.setattr(op, "_multiprocessors", lambda device: 1)
     monkeypatch.setattr(route_op, "_kernel", functools.cache(router_kernel))
 
 
@@ -120,8 +121,8 @@ def test_ties_go_to_the_lowest_expert_in_the_kernel() -> None:
 
 def _plans(rows: int) -> list[op.Plan]:
     """Plans in which every form occurs that may run."""
-    ups = [n for n, f in op.HOPPER.items() if f.fits(NANO, "gate_up")]
-    downs = [n for n, f in op.HOPPER.items() if f.fits(NANO, "down") and (not f.rows or rows <= f.rows)]
+    forms = [(n, f) for n, f in op.HOPPER.items() if rows <= (f.rows or rows)]
+    ups, downs = ([n for n, f in forms if f.fits(NANO, part)] for part in ("gate_up", "down"))
     return [op.Plan(ups[i % len(ups)], downs[i % len(downs)]) for i in range(max(len(ups), len(downs)))]
 
 
@@ -167,25 +168,28 @@ def test_a_narrow_slice_is_padded_with_nothing() -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-def test_rings_of_every_depth_give_the_same_bits_over_a_long_row(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rings_of_every_depth_give_the_same_bits_over_a_long_row(arch: str, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """512 columns: 8 steps, more than any ring holds, in the down part; every architecture's forms."""
-    shape = op.Shape(128, 512, 4)
-    names = [n for n, f in op.FORMS[arch].items() if f.file in ("ring", "staged") and f.warps == 4]
+    shape = op.Shape(128, 512, 4, scaled)
+    forms = op.FORMS[arch].items()
+    names = [n for n, f in forms if f.file in ("ring", "staged") and f.warps == 4 and f.fits(shape, "down")]
     kernels = [Emulated(op._variant(n, "down", shape, arch).source) for n in names]
     make = torch.Generator().manual_seed(3)
     packed, scale = pack_int4(torch.randn(1, 128, 512, generator=make))
     gate = pack_int4(torch.randn(1, 512, 128, generator=make))
     weights = repack.repack(*gate, *gate, packed, scale)
-    h = torch.randn(20, 512, generator=make).to(torch.bfloat16)
-    pairs, count = torch.randperm(20, generator=make).int(), torch.tensor([1], dtype=torch.int32)
-    want = h.double() @ unpack_int4(packed, scale, torch.float64)[0].T
+    h = torch.randn(13, 512, generator=make).to(torch.bfloat16)
+    pairs, count = torch.randperm(13, generator=make).int(), torch.tensor([1], dtype=torch.int32)
+    dense = unpack_int4(packed, scale, torch.float64)[0]
+    want = h.double() @ (dense.to(torch.bfloat16).double() if scaled else dense).T
     results = []
     for early in (False, True):
         if early:
             monkeypatch.setenv("EMULATED_EARLY", "1")
         for kernel in kernels:
-            y = torch.full((20, 128), NAN)
-            jobs = torch.tensor([[0, 0, 20, 0]], dtype=torch.int32)
+            y = torch.full((13, 128), NAN)
+            jobs = torch.tensor([[0, 0, 13, 0]], dtype=torch.int32)
             kernel((1, 1), 128, (weights.down, weights.down_scale, h, jobs, count, pairs, y))
             assert (y - want).abs().max() < 1e-4 * want.abs().max()
             results.append(y)
@@ -193,16 +197,16 @@ def test_rings_of_every_depth_give_the_same_bits_over_a_long_row(arch: str, monk
     assert len(kernels) >= 2
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_every_form_adds_a_long_row_in_the_same_segments(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = op.Shape(7168, 128, 4)
+@pytest.mark.parametrize(("rows", "scaled"), [(1, False), (4, False), (4, True)])
+def test_every_form_gives_the_same_bits_over_a_long_row(rows: int, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = op.Shape(2048, 128, 4, scaled)
     make = torch.Generator().manual_seed(4)
-    parts = [t for size in ((128, 7168), (128, 7168), (7168, 128)) for t in pack_int4(torch.randn(4, *size, generator=make))]
+    parts = [t for size in ((128, 2048), (128, 2048), (2048, 128)) for t in pack_int4(torch.randn(4, *size, generator=make))]
     weights = repack.repack(*parts)
-    x = torch.randn(rows, 7168, generator=make).to(torch.bfloat16)
+    x = torch.randn(rows, 2048, generator=make).to(torch.bfloat16)
     pairs, jobs = route_ref.lists([[(t + k) % 6 for k in range(4)] for t in range(rows)], 0, 4, 8)
     device = [torch.tensor(v, dtype=torch.int32) for v in (jobs, [len(jobs)], pairs)]
-    results = []
+    results = {}
     for early in (False, True):
         if early:
             monkeypatch.setenv("EMULATED_EARLY", "1")
@@ -210,11 +214,13 @@ def test_every_form_adds_a_long_row_in_the_same_segments(rows: int, monkeypatch:
             if form.fits(shape, "gate_up"):
                 h = torch.full((rows * 4, 128), NAN, dtype=torch.bfloat16)
                 op._launch("gate_up", name, shape, 0, len(jobs), (weights.gate_up, weights.gate_up_scale, x, *device, h), True)
-                results.append(h)
-    written = ~results[0].isnan().any(-1)
+                results[name, early] = h
+    first = results["stream", False]
+    written = ~first.isnan().any(-1)
     assert written.nonzero().flatten().tolist() == sorted(pairs)
-    assert all(torch.equal(r[written], results[0][written]) and r[~written].isnan().all() for r in results)
-    gate, up, _ = repack.expert(weights, 0)
+    for key, h in results.items():
+        assert torch.equal(h[written], first[written]) and h[~written].isnan().all(), key
+    gate, up, _ = repack.expert(weights, 0, rounded=scaled)
     for p in [p for p in pairs if (p // 4 + p % 4) % 6 == 0]:
         want = ref.hidden(x[p // 4 : p // 4 + 1], gate, up, rounded=False)[0]
-        assert (results[0][p].double() - want).abs().max() < 6e-3 * want.abs().max()
+        assert (first[p].double() - want).abs().max() < 6e-3 * want.abs().max()

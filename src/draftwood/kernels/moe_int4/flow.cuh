@@ -17,8 +17,8 @@
 #endif
 typedef Part<PART> P;
 constexpr int STEP_BYTES = TILE_BYTES + SCALE_BYTES, RING_BYTES = DEPTH * STEP_BYTES;
-constexpr int LEN = DEPTH < P::SEGMENT ? DEPTH : P::SEGMENT, UNITS = DEPTH / LEN, ROUNDS = P::SEGMENT / LEN;
-static_assert(DEPTH % 2 == 0 && P::SEGMENT % LEN == 0 && DEPTH % LEN == 0 && LEN % XAHEAD == 0, "whole rounds");
+constexpr int LEN = DEPTH < P::STEPS ? DEPTH : P::STEPS, UNITS = DEPTH / LEN, ROUNDS = P::STEPS / LEN;
+static_assert(DEPTH % 2 == 0 && P::STEPS % LEN == 0 && DEPTH % LEN == 0 && LEN % XAHEAD == 0, "whole rounds");
 
 // The next bytes that a lane copies; W and S already point at the lane's own 16 bytes of a tile.
 struct Place {
@@ -84,18 +84,11 @@ __device__ __forceinline__ void round(float (&acc)[4], const Ring& ring, const P
     copy_commit();
   }
 }
-__device__ __forceinline__ void prefetch_lists(const int4* job, const int* njobs, const int* pairs) {
-  if (threadIdx.x & 31) return;
-  prefetch(job); prefetch(njobs); prefetch(pairs);
-}
-// A job with the number of jobs as w. Both loads travel together: past the last job, what was read is not used.
-__device__ __forceinline__ int4 job_and_count(const int4* job, const int* njobs) {
-  const uint4 v = load16(job);
-  const int count = *njobs;
-  return make_int4((int)v.x, (int)v.y, (int)v.z, count);
-}
 __device__ __forceinline__ void clear4(float (&v)[4]) { v[0] = v[1] = v[2] = v[3] = 0.f; }
-__device__ __forceinline__ void add4(float (&v)[4], const float (&a)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) v[i] += a[i];
+// h of one unit: 8 columns of the job's tokens.
+__device__ __forceinline__ void store_h(const float (&acc)[4], int count, int pair, int column, bf16* h) {
+  const int q = threadIdx.x & 3;
+  const long long p0 = __shfl_sync(ALL_LANES, pair, 8 * q), p1 = __shfl_sync(ALL_LANES, pair, 8 * q + 4);
+  if (2 * q < count) h[p0 * WIDTH + column] = __float2bfloat16(swiglu(acc[0], acc[2]));
+  if (2 * q + 1 < count) h[p1 * WIDTH + column] = __float2bfloat16(swiglu(acc[1], acc[3]));
 }

@@ -1,15 +1,14 @@
-// What the stream, split, ring and staged kernels share: shapes, the chain of one output, and how a tile leaves.
+// What the stream, share, split, ring and staged kernels have in common: shapes, the chain of one output, how a tile leaves.
 //
 // Macros: HIDDEN (multiple of 128), WIDTH (expert width of this rank, multiple of 128), TOPK (experts of a token);
 // GATE_UP defined: the gate_up part of a file, else its down part. SCALED: which chain.
 //
-// THE CHAIN (law 1). Every output is one chain whatever the kernel. K is cut into segments: of 1024 in gate_up where that divides
-// HIDDEN, else one. A segment starts at acc = 0; for each K group of 32, ascending, c = mma(k16 #1, mma(k16 #0, 0)) and
-//   acc = fma(scale, c, acc);
+// THE CHAIN (law 1). Every output is one chain whatever the kernel: acc = 0; for each K group of 32, ascending:
+//   c = mma(k16 #1, mma(k16 #0, 0));  acc = fma(scale, c, acc);
 // with SCALED instead acc = mma(k16 #1, mma(k16 #0, acc)) of weights code * scale, rounded to bf16 as the checkpoint's own
-// library does. The segments' sums are added in order, starting from 0.
+// library does: fewer instructions from about 16 tokens an expert on, more below. The chain is part of a rank's shape (op.Shape).
 // A column of an mma never meets another column, so a token's bits cannot depend on the number of tokens, on its
-// neighbours, on its place in the expert's list or on the kernel that ran.
+// neighbours, on its place in the expert's list or on the kernel that ran. K is never split: nothing is reduced.
 // The combine is v = 0; for slot 0..TOPK-1 whose weight is not 0: v = fma(weight, y, v); then v += shared.
 //
 // WEIGHTS (repack.py): W[expert][rows/16][K/64][lane][16 B]: 16 bytes a lane = one 16x64 tile in mma A-fragment order.
@@ -29,7 +28,6 @@
 template <bool GU> struct Part {               // gate_up (true) or down
   static constexpr int K = GU ? HIDDEN : WIDTH, ROWS = GU ? 2 * WIDTH : HIDDEN;
   static constexpr int TILES = ROWS / 16, STEPS = K / 64;          // 16-row tiles of an expert, K64 steps of a row
-  static constexpr int SEGMENT = GU && STEPS % 16 == 0 ? 16 : STEPS, SEGMENTS = STEPS / SEGMENT;
 };
 static_assert(HIDDEN % 128 == 0 && WIDTH % 128 == 0, "shapes in multiples of 128");
 constexpr int TILE_BYTES = 512, SCALE_BYTES = 64;                  // of one 16x64 step
@@ -125,22 +123,14 @@ __device__ __forceinline__ void step64(float (&acc)[2][NT][4], const uint4 (&w)[
   }
 }
 
-// The sums of two row tiles and NT token tiles: of the current segment, and of the segments before it.
-template <int NT> struct Sums {
-  float acc[2][NT][4], total[2][NT][4];
-  __device__ __forceinline__ Sums() {
+template <int NT> __device__ __forceinline__ void clear(float (&acc)[2][NT][4]) {
 #pragma unroll
-    for (int i = 0; i < 8 * NT; i++) at(acc, i) = at(total, i) = 0.f;
-  }
-  static __device__ __forceinline__ float& at(float (&v)[2][NT][4], int i) { return v[i / (4 * NT)][i / 4 % NT][i % 4]; }
-  __device__ __forceinline__ void end_segment() {
+  for (int m = 0; m < 2; m++)
 #pragma unroll
-    for (int i = 0; i < 8 * NT; i++) { at(total, i) += at(acc, i); at(acc, i) = 0.f; }
-  }
-  __device__ __forceinline__ const float (&result() const)[2][NT][4] {
-    if constexpr (Part<PART>::SEGMENTS > 1) return total; else return acc;
-  }
-};
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) acc[m][t][i] = 0.f;
+}
 
 // Two row tiles, from `tile` of the expert on, of the job's tokens: h = SwiGLU as bf16, or y as fp32.
 template <int NT>
@@ -165,6 +155,17 @@ __device__ __forceinline__ void store_tiles(const float (&acc)[2][NT][4], const 
         }
       }
     }
+}
+
+__device__ __forceinline__ void prefetch_lists(const int4* job, const int* njobs, const int* pairs) {
+  if (threadIdx.x & 31) return;
+  prefetch(job); prefetch(njobs); prefetch(pairs);
+}
+// A job with the number of jobs as w. Both loads travel together: past the last job, what was read is not used.
+__device__ __forceinline__ int4 job_and_count(const int4* job, const int* njobs) {
+  const uint4 v = load16(job);
+  const int count = *njobs;
+  return make_int4((int)v.x, (int)v.y, (int)v.z, count);
 }
 
 // Where row `pair` of this part's input starts: the token's hidden state, or the pair's h.

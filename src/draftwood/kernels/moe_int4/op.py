@@ -17,7 +17,7 @@ from torch import Tensor
 from draftwood.kernels import jit
 from draftwood.kernels.check import Variant
 from draftwood.kernels.moe_int4.repack import Packed
-from draftwood.kernels.moe_int4.sizes import FEW, FEW_OF_SLICES, SLICE, few_rows
+from draftwood.kernels.moe_int4.sizes import FEW, FEW_EXPERTS, FEW_OF_SLICES, SLICE, few_rows
 from draftwood.kernels.moe_route.op import Lists, most_jobs
 
 FOLDER = Path(__file__).parent
@@ -25,11 +25,15 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a rank's experts: hidden size, columns (padded to 128), experts per row."""
+    """Sizes of a rank's experts: hidden size, columns (padded to 128), experts per row; and the chain of their sums.
+
+    scaled: weights are scaled and rounded to bfloat16 before they are multiplied (moe.cuh). Use `shape_of`.
+    """
 
     hidden: int
     width: int
     topk: int
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden % 128 or self.width % 128 or self.hidden < 128 or self.width < 128 or self.topk < 1:
@@ -45,10 +49,13 @@ class Shape:
         """Steps of 64 inputs of a weight row."""
         return (self.hidden if part == "gate_up" else self.width) // 64
 
-    def segment(self, part: str) -> int:
-        """Steps of a segment: a row's sum is that of its segments, in order (moe.cuh)."""
-        steps = self.steps(part)
-        return 16 if part == "gate_up" and steps % 16 == 0 else steps
+
+def shape_of(hidden: int, width: int, topk: int, held: int) -> Shape:
+    """Return the shape of a rank that holds `held` experts of `width` columns.
+
+    Few wide experts see many rows each: there the chain of scaled weights is faster. It is the same for every number of rows.
+    """
+    return Shape(hidden, width, topk, held <= FEW_EXPERTS and width > SLICE)
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,8 @@ class Form:
     """One way to run either part: file.cu with blocks of `warps` warps, `blocks` of them on a multiprocessor.
 
     tokens: 8-token tiles of a job. stages, span: the ring's (ring.cu, staged.cu). depth, ahead: most steps in a warp's ring, and
-    how many steps ahead it reads x (flow.cuh). rows: most rows that a block of down_stream keeps. spill: bytes that ptxas may
-    spill. scaled: the chain (moe.cuh), the same for all forms that may meet.
+    how many steps ahead it reads x (flow.cuh). rows: most rows it serves, 0 for any. spill: bytes that ptxas may spill.
+    chains: of the shapes it serves (Shape.scaled).
     """
 
     file: str
@@ -71,28 +78,33 @@ class Form:
     ahead: int = 1
     rows: int = 0
     spill: int = 0
-    scaled: bool = False
+    chains: tuple[bool, ...] = (False, True)
 
     def fits(self, shape: Shape, part: str) -> bool:
         """Whether a block's rows divide the expert's, and what else the source asks of a shape."""
-        if self.file == "split":
-            return part == "gate_up" and 1 < shape.steps(part) // shape.segment(part) == self.warps
+        if shape.scaled not in self.chains:
+            return False
+        if self.file in ("split", "share"):
+            whole = self.file == "share" or shape.steps(part) % self.warps == 0
+            return part == "gate_up" and whole and shape.width <= SLICE
         if self.file == "stream":
             return (part == "down") == (self.rows > 0)
         return shape.rows(part) % (32 * self.warps) == 0
 
     def ring(self, shape: Shape, part: str) -> int:
-        """Steps in a warp's ring of the stream kernels: an even part of a segment, or (down) several."""
-        segment = shape.segment(part)
-        if self.depth >= segment:
-            return segment if part == "gate_up" else self.depth // segment * segment
-        return next(d for d in range(self.depth // 2 * 2, 0, -2) if segment % d == 0)
+        """Steps in a warp's ring (flow.cuh): an even part of a unit, or (down) several units."""
+        steps = shape.steps(part)
+        if self.depth >= steps:
+            return steps if part == "gate_up" else self.depth // steps * steps
+        return next(d for d in range(self.depth // 2 * 2, 0, -2) if steps % d == 0)
 
     def shared(self, shape: Shape, part: str) -> int:
         """Dynamic shared memory of a block, bytes (for down_stream: the largest)."""
-        if self.file in ("split", "stream"):
-            y = 64 * shape.topk * self.rows if part == "down" else 0
-            return self.warps * self.ring(shape, part) * 576 + y
+        if self.file == "split":
+            return shape.steps(part) * 576
+        if self.file in ("stream", "share"):
+            rest = 64 * shape.topk * self.rows if part == "down" else 516 * self.warps if self.file == "share" else 0
+            return self.warps * self.ring(shape, part) * 576 + rest
         if self.file == "ring":
             return self.warps * self.stages * 1152 + (self.stages - 2 + 2 * self.span) * 1024 * self.tokens
         return self.stages * self.span * (self.warps * 1152 + 1024 * self.tokens)
@@ -102,28 +114,38 @@ class Form:
         found = {"HIDDEN": shape.hidden, "WIDTH": shape.width, "TOPK": shape.topk, "WARPS": self.warps, "BLOCKS": self.blocks}
         if part == "gate_up":
             found["GATE_UP"] = 1
-        if self.scaled:
+        if shape.scaled:
             found["SCALED"] = 1
-        if self.file in ("stream", "split"):
-            depth = self.ring(shape, part)
-            length = min(depth, shape.segment(part))
-            return found | {"DEPTH": depth, "XAHEAD": next(a for a in range(self.ahead, 0, -1) if length % a == 0)}
+        if self.file in ("stream", "share"):
+            found["DEPTH"] = self.ring(shape, part)
+            found["XAHEAD"] = _divisor(min(found["DEPTH"], shape.steps(part)), self.ahead)
+            return found
+        if self.file == "split":
+            return found | {"XAHEAD": _divisor(shape.steps(part) // self.warps, self.ahead)}
         found |= {"TOKENS": self.tokens, "STAGES": self.stages, "SPAN": self.span}
         return found | {"UNROLL": self.unroll} if self.unroll else found
 
 
+def _divisor(number: int, most: int) -> int:
+    return next(d for d in range(most, 0, -1) if number % d == 0)
+
+
 HOPPER = {
-    "split": Form("split", 1, 7, 3, depth=16, ahead=4, spill=64),
-    "stream": Form("stream", 1, 4, 4, depth=8),
+    "split": Form("split", 1, 8, 2, ahead=7, rows=FEW, chains=(False,)),
+    "stream": Form("stream", 1, 4, 4, depth=8, ahead=2),
+    "share": Form("share", 1, 4, 4, depth=8, ahead=2, chains=(False,)),
     "few": Form("stream", 1, 4, 4, depth=8, rows=FEW, spill=48),
-    "rows": Form("stream", 1, 4, 4, depth=12, rows=FEW_OF_SLICES, spill=48),
+    "rows": Form("stream", 1, 4, 4, depth=8, ahead=2, rows=FEW_OF_SLICES, spill=48),
     "thin": Form("ring", 1, 8, 2, stages=6, span=4),
-    "wide": Form("staged", 4, 4, 3, stages=4, span=2, spill=320),
-    "widest": Form("staged", 8, 4, 2, stages=3, span=2, unroll=1, spill=640),
+    "slim": Form("staged", 1, 8, 2, stages=4, span=2),
+    "narrow": Form("staged", 2, 4, 4, stages=4, span=2),
+    "wide": Form("staged", 4, 4, 3, stages=4, span=2, chains=(False,)),
+    "wider": Form("staged", 4, 4, 4, stages=3, span=2, chains=(True,)),
+    "widest": Form("staged", 12, 4, 2, stages=3, span=2, unroll=1, chains=(True,)),
 }
 """Forms by growing tokens per expert, as measured on an H200 (384 and 48 experts of K2.6); the limits are in `choose`.
 
-split and rows are for slices of the experts; few and rows keep y in shared memory and need no combine.
+split and share are for slices of the experts; few and rows keep y in shared memory and need no combine.
 """
 FORMS = {
     "sm_90a": HOPPER,
@@ -133,14 +155,19 @@ FORMS = {
     # Not measured there. 100 KB of shared memory a multiprocessor: rings that let two blocks be resident.
     "sm_120a": HOPPER
     | {
-        "split": Form("split", 1, 7, 2, depth=8, ahead=4),
-        "rows": Form("stream", 1, 4, 2, depth=8, rows=FEW_OF_SLICES),
+        "split": Form("split", 1, 8, 1, ahead=7, rows=FEW, chains=(False,)),
+        "rows": Form("stream", 1, 4, 2, depth=8, ahead=2, rows=FEW_OF_SLICES),
         "thin": Form("ring", 1, 8, 2, stages=4, span=4),
-        "wide": Form("staged", 4, 4, 2, stages=5, span=1, spill=320),
-        "widest": Form("staged", 8, 4, 2, stages=3, span=1, spill=320),
+        "slim": Form("staged", 1, 8, 2, stages=4, span=1),
+        "narrow": Form("staged", 2, 4, 3, stages=4, span=1),
+        "wide": Form("staged", 4, 4, 2, stages=5, span=1, chains=(False,)),
+        "wider": Form("staged", 4, 4, 2, stages=5, span=1, chains=(True,)),
+        "widest": Form("staged", 12, 4, 2, stages=2, span=1, chains=(True,)),
     },
 }
 """Forms by architecture: the same names and token tiles everywhere."""
+MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 188}
+"""Of the largest device: gate_up_share is right with any number of blocks, and best with as many as are resident."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +203,18 @@ def workspace(shape: Shape, rows: int, device: torch.device | str) -> Workspace:
 def choose(shape: Shape, rows: int, experts: int) -> Plan:
     """Pick the forms for `rows` rows spread over `experts` experts (of all ranks), by the mean number of rows per expert."""
     mean, few = rows * shape.topk / experts, rows <= few_rows(shape.width)
-    if shape.width <= SLICE and (few or mean <= 2):
-        return Plan(_first(shape, "gate_up", ("split", "stream")), "rows" if few else _first(shape, "down", ("thin", "wide")))
+    if shape.width <= SLICE:
+        down = "few" if rows <= FEW else "rows" if few else _first(shape, "down", ("thin", "wide"))
+        if mean > 2:
+            return Plan(_first(shape, "gate_up", ("wide",)), down if few else _first(shape, "down", ("wide",)))
+        return Plan(_first(shape, "gate_up", ("split", "share") if rows == 1 else ("share",)), down)
     if few:
         return Plan("stream", "few")
-    if mean <= 1:
-        return Plan("stream", _first(shape, "down", ("thin", "wide")))
-    name = "wide" if mean <= 48 else "widest"
+    if mean <= 0.3:
+        return Plan("stream", _first(shape, "down", ("slim", "narrow")))
+    if mean <= 12:
+        return Plan("narrow", "narrow")
+    name = "wide" if not shape.scaled else "wider" if mean <= 40 else "widest"
     return Plan(name, name)
 
 
@@ -204,8 +236,8 @@ def _combine_variant(shape: Shape) -> Variant:
 
 
 def shapes() -> list[Shape]:
-    """K2.6 whole and in slices of 2, 4 and 8, and nano."""
-    return [Shape(7168, 2048 // tp, 8) for tp in (1, 2, 4, 8)] + [Shape(384, 128, 4)]
+    """K2.6 whole, in slices of 2, 4 and 8, and an eighth of its experts; nano."""
+    return [shape_of(7168, 2048 // tp, 8, 384) for tp in (1, 2, 4, 8)] + [shape_of(7168, 2048, 8, 48), shape_of(384, 128, 4, 16)]
 
 
 def variants(found: Iterable[Shape] | None = None) -> list[Variant]:
@@ -267,7 +299,7 @@ class Call:
     @property
     def shape(self) -> Shape:
         """Sizes of the experts."""
-        return Shape(self.weights.hidden, self.weights.width, self.lists.experts.shape[1])
+        return shape_of(self.weights.hidden, self.weights.width, self.lists.experts.shape[1], self.weights.experts)
 
     def gate_up(self) -> None:
         """Launch h = SwiGLU of every pair."""
@@ -308,11 +340,16 @@ class Call:
             raise ValueError(f"{n} rows asked, lists for {lists.rows}, workspace for {work.h.shape[0] // shape.topk}")
         if work.h.shape[1] != shape.width or work.y.shape[1] != shape.hidden:
             raise ValueError(f"workspace is for {work.y.shape[1]} x {work.h.shape[1]}, not {shape.hidden} x {shape.width}")
-        most = HOPPER[self.plan.down].rows
-        if most and n > most:
-            raise ValueError(f"{self.plan.down} serves up to {most} rows, not {n}")
+        for part, name in (("gate_up", self.plan.gate_up), ("down", self.plan.down)):
+            form = HOPPER[name]
+            if n > (form.rows or n) or not form.fits(shape, part):
+                raise ValueError(f"{name} does not serve {part} of {shape} for {n} rows; use choose()")
         if self.live.dtype != torch.int32:
             raise ValueError(f"live is int32 [1], not {self.live.dtype}")
+
+
+def _multiprocessors(device: int) -> int:
+    return MULTIPROCESSORS[jit.arch_of(torch.cuda.get_device_capability(device))]
 
 
 def _launch(part: str, name: str, shape: Shape, device: int, jobs: int, args: tuple, pdl: bool) -> None:
@@ -320,6 +357,8 @@ def _launch(part: str, name: str, shape: Shape, device: int, jobs: int, args: tu
     grid: int | tuple[int, ...]
     if form.file == "split":
         grid = jobs * (rows // 16)
+    elif form.file == "share":
+        grid = min(jobs * (rows // 16), form.blocks * _multiprocessors(device))
     elif form.file != "stream":
         grid = (rows // (32 * form.warps), jobs)
     elif part == "gate_up":

@@ -117,8 +117,11 @@ def _interleave_scales(upper: Tensor, lower: Tensor) -> Tensor:
     return both.permute(0, 2, 1, 3, 4).reshape(tiles, groups // 2, 8, 4)
 
 
-def expand(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Fragment order of one matrix [T, S, 32, 4], [T, S, 8, 4] -> its rows [16 T, 64 S]: the inverse, for references."""
+def expand(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float64, rounded: bool = False) -> Tensor:
+    """Fragment order of one matrix [T, S, 32, 4], [T, S, 8, 4] -> its rows [16 T, 64 S]: the inverse, for references.
+
+    rounded: code * scale is rounded to bfloat16, as the chain of scaled weights has it (moe.cuh).
+    """
     tiles, steps = packed.shape[:2]
     place = torch.arange(4, device=packed.device)
     shifts = torch.stack((4 * place, 4 * place + 16), 1).flatten()                       # nibble p, then half word
@@ -126,11 +129,14 @@ def expand(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float64) ->
     codes = codes.view(tiles, steps, 8, 4, 2, 2, 2, 2, 2)                                # ... (pair of k, row half, half word)
     values = codes.permute(0, 7, 2, 1, 4, 3, 5, 6, 8).reshape(tiles * 16, steps * 64).to(dtype) - 8
     scales = scale.view(tiles, steps, 8, 2, 2).permute(0, 4, 2, 1, 3).reshape(tiles * 16, steps * 2)
-    return values * scales.to(dtype).repeat_interleave(GROUP, 1)
+    product = values * scales.to(dtype).repeat_interleave(GROUP, 1)
+    return product.to(torch.bfloat16).to(dtype) if rounded else product
 
 
-def expert(weights: Packed, index: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (gate [W, H], up [W, H], down [H, W]) of one expert, W padded."""
-    both = expand(weights.gate_up[index], weights.gate_up_scale[index], dtype).view(-1, 2, 8, weights.hidden)
-    down = expand(weights.down[index], weights.down_scale[index], dtype)
+def expert(
+    weights: Packed, index: int, dtype: torch.dtype = torch.float64, rounded: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (gate [W, H], up [W, H], down [H, W]) of one expert, W padded. rounded: as in `expand`."""
+    both = expand(weights.gate_up[index], weights.gate_up_scale[index], dtype, rounded).view(-1, 2, 8, weights.hidden)
+    down = expand(weights.down[index], weights.down_scale[index], dtype, rounded)
     return both[:, 0].reshape(-1, weights.hidden), both[:, 1].reshape(-1, weights.hidden), down

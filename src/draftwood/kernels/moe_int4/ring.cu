@@ -58,7 +58,8 @@ __device__ __forceinline__ void ring_tile(u32 sm, const uint4* W, const uint2* S
   for (int i = 0; i < SPAN - 1; i++) load_x(i, i * X_SLOT);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) { load_w(i, i * STAGE); load_x(i + SPAN - 1, (i + SPAN - 1) * X_SLOT); copy_commit(); }
-  Sums<NT> sums;
+  float acc[2][NT][4];
+  clear(acc);
   u32 wo = 0, wl = (STAGES - 1) * STAGE, xo = 0, xl = AHEAD * X_SLOT;
   const u32 rs = wb + 1024 + g * 8, rx0 = xb + g * 128 + ((q ^ ((g & 1) << 2)) * 16), rx1 = rx0 ^ 64;
 #pragma unroll 1
@@ -69,11 +70,10 @@ __device__ __forceinline__ void ring_tile(u32 sm, const uint4* W, const uint2* S
     wl = wl == (STAGES - 1) * STAGE ? 0 : wl + STAGE; xl = xl == (SLOTS - 1) * X_SLOT ? 0 : xl + X_SLOT;
     const uint4 wv[2] = {shared_load16(dw + wo), shared_load16(dw + wo + 512)};
     const uint2 sv[2] = {shared_load8(rs + wo), shared_load8(rs + wo + 64)};
-    step64(sums.acc, wv, sv, rx0 + xo, rx1 + xo);
-    if constexpr (Part<PART>::SEGMENTS > 1) if (st % Part<PART>::SEGMENT == Part<PART>::SEGMENT - 1) sums.end_segment();
+    step64(acc, wv, sv, rx0 + xo, rx1 + xo);
     wo = wo == (STAGES - 1) * STAGE ? 0 : wo + STAGE; xo = xo == (SLOTS - 1) * X_SLOT ? 0 : xo + X_SLOT;
   }
-  store_tiles(sums.result(), pairs, count, tile + warp * 2, out);
+  store_tiles(acc, pairs, count, tile + warp * 2, out);
 }
 
 #ifdef GATE_UP

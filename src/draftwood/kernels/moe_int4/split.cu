@@ -1,54 +1,97 @@
-// W4A16 gate_up whose K is split over the warps of a block: a warp owns one segment of 16 rows, and the segments' sums are added
-// in order (the chain of moe.cuh). Finer units than the stream's: for slices of the experts, whose rows are too few to fill
-// the machine or to end together. At most 8 tokens a job. See flow.cuh.
-#include "flow.cuh"
+// W4A16 gate_up for very few tokens: a block owns 16 rows x whole K of one expert and at most 4 tokens; its warps split K.
+// For where the stream kernel has too few warps to fill the machine (1 to 4 rows of a slice of the experts).
+//
+// K is split, the chain is not: a warp stores the product c of every group (moe.cuh) where that step's weights lay, and when all
+// are there one warp walks the groups in order, acc = fma(scale, c, acc): the bits of the other kernels.
+// Shared memory: STEPS x 512 B of weights, then STEPS x 64 B of scales. Products of a step: [row 16][token 4][group 2] fp32.
+#include "moe.cuh"
 
-static_assert(WARPS == P::SEGMENTS, "a warp a segment");
+#ifndef WARPS
+#define WARPS 8
+#endif
+#ifndef BLOCKS
+#define BLOCKS 3         // of a multiprocessor
+#endif
+#ifndef XAHEAD
+#define XAHEAD 1         // steps that x is read ahead
+#endif
+#ifdef SCALED
+#error "the sums of scaled weights cannot be split"
+#endif
+constexpr int STEPS = Part<true>::STEPS, OWN = STEPS / WARPS, TOKENS = 4;
+static_assert(STEPS % WARPS == 0, "the warps divide K/64");
 
-// Grid: most jobs * tiles.
+__device__ __forceinline__ void product(float (&c)[4], u32 w0, u32 w1, const uint4& x) {
+  u32 a[4];
+  int4_fragment(a, w0); mma_first(c, a, x.x, x.y);
+  int4_fragment(a, w1); mma(c, a, x.z, x.w);
+}
+
+// This warp's steps: products of its groups into shared memory. x: this lane's 8 values of its token in the warp's first group.
+__device__ __forceinline__ void products(u32 weights, const bf16* x) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  uint4 ahead[XAHEAD][2];
+#pragma unroll
+  for (int i = 0; i < XAHEAD; i++) { ahead[i][0] = load16(x + i * 64); ahead[i][1] = load16(x + i * 64 + 32); }
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    copy_commit();                             // an empty group a step: then step i is here when OWN - 1 groups are not
+    copy_wait<OWN - 1>();
+    const u32 at = weights + i * TILE_BYTES;
+    const uint4 w = shared_load16(at + lane * 16), x0 = ahead[i % XAHEAD][0], x1 = ahead[i % XAHEAD][1];
+    if (i + XAHEAD < OWN) {
+      ahead[i % XAHEAD][0] = load16(x + (i + XAHEAD) * 64);
+      ahead[i % XAHEAD][1] = load16(x + (i + XAHEAD) * 64 + 32);
+    }
+    float c[4], d[4];
+    product(c, w.x, w.y, x0);
+    product(d, w.z, w.w, x1);
+    __syncwarp();                              // all have read the step's weights
+    if (2 * q < TOKENS) {
+      const u32 to = at + g * (TOKENS * 8) + q * 16;
+      shared_store16(to, make_uint4(__float_as_uint(c[0]), __float_as_uint(d[0]), __float_as_uint(c[1]), __float_as_uint(d[1])));
+      shared_store16(to + 8 * TOKENS * 8,
+                     make_uint4(__float_as_uint(c[2]), __float_as_uint(d[2]), __float_as_uint(c[3]), __float_as_uint(d[3])));
+    }
+  }
+}
+
+// Grid: most jobs * tiles. Jobs of at most 4 pairs.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 gate_up_split(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __restrict__ x, const int4* __restrict__ jobs,
               const int* __restrict__ njobs, const int* __restrict__ pairs, bf16* __restrict__ h) {
-  DYNAMIC_SHARED(unsigned char, smem);                            // RING_BYTES a warp; at the end its sums: 512 bytes
-  constexpr int T = P::TILES;
-  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, warp = threadIdx.x >> 5;
+  DYNAMIC_SHARED(unsigned char, smem);
+  constexpr int T = Part<true>::TILES;
+  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, first = (threadIdx.x >> 5) * OWN;
+  const u32 weights = shared_address(smem), scales = weights + STEPS * TILE_BYTES;
   prefetch_lists(jobs + blockIdx.x / T, njobs, pairs);
   pdl_wait();                                  // the lists come from the router, just before
   pdl_go();
   const int tile = blockIdx.x % T;
   const int4 job = job_and_count(jobs + blockIdx.x / T, njobs);
   if ((int)blockIdx.x >= job.w * T) return;
-  Place at = place(W + lane, S + lane * 2, job.x * T + tile);
-  at.advance(warp * P::SEGMENT);
-  const Ring ring(smem);
-  ring.fill(0, at, true);
-  const int pair = pairs[job.y + (g < job.z ? g : 0)];                         // idle columns compute token 0 again
-  const bf16 *start = input_row(x, pair) + warp * (P::SEGMENT * 64) + q * 8, *from = start;
-  Ahead ahead;
-  look_all(ahead, start);
-  float acc[4];
-  clear4(acc);
-#pragma unroll 1
-  for (int r = 0; r < ROUNDS; r++) {
-    const bool on = r + 1 < ROUNDS;
-    at.advance(LEN);
-    round<0>(acc, ring, at, on, ahead, from, on ? from + LEN * 64 : start);
-    from += LEN * 64;
-  }
-  __syncwarp();                                // the ring of this warp is free
-  float4* sums = reinterpret_cast<float4*>(smem);
-  sums[warp * (RING_BYTES / 16) + lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
-  __syncthreads();
-  if (warp) return;
-  float total[4];
-  clear4(total);
+  const uint4* w = W + ((long long)(job.x * T + tile) * STEPS + first) * 32 + lane;
+  const char* s = reinterpret_cast<const char*>(S) + ((long long)(job.x * T + tile) * STEPS + first) * SCALE_BYTES + lane * 16;
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) {
-    const float4 v = sums[w * (RING_BYTES / 16) + lane];
-    total[0] += v.x; total[1] += v.y; total[2] += v.z; total[3] += v.w;
+  for (int i = 0; i < OWN; i++) {
+    copy16(weights + (first + i) * TILE_BYTES + lane * 16, w + i * 32);
+    copy16_if(lane < 4, scales + (first + i) * SCALE_BYTES + lane * 16, s + i * SCALE_BYTES);
+    copy_commit();
   }
-  const long long p0 = __shfl_sync(ALL_LANES, pair, 8 * q), p1 = __shfl_sync(ALL_LANES, pair, 8 * q + 4);
-  const int column = tile * 8 + g;
-  if (2 * q < job.z) h[p0 * WIDTH + column] = __float2bfloat16(swiglu(total[0], total[2]));
-  if (2 * q + 1 < job.z) h[p1 * WIDTH + column] = __float2bfloat16(swiglu(total[1], total[3]));
+  const int pair = pairs[job.y + (g < job.z ? g : 0)];                         // idle columns compute token 0 again
+  products(weights + first * TILE_BYTES, input_row(x, pair) + first * 64 + q * 8);
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  // Lane (r = lane/4, token = lane%4): gate row r and up row r of the tile.
+  float gate = 0.f, up = 0.f;
+  const u32 c = weights + lane * 8, sc = scales + g * 8;
+#pragma unroll 16
+  for (int i = 0; i < STEPS; i++) {
+    const uint2 a = shared_load8(c + i * TILE_BYTES), b = shared_load8(c + i * TILE_BYTES + 8 * TOKENS * 8);
+    const uint2 f = shared_load8(sc + i * SCALE_BYTES);
+    gate = fmaf(low_float(f.x), __uint_as_float(a.x), gate); up = fmaf(high_float(f.x), __uint_as_float(b.x), up);
+    gate = fmaf(low_float(f.y), __uint_as_float(a.y), gate); up = fmaf(high_float(f.y), __uint_as_float(b.y), up);
+  }
+  const long long own = pairs[job.y + (q < job.z ? q : 0)];
+  if (q < job.z) h[own * WIDTH + tile * 8 + g] = __float2bfloat16(swiglu(gate, up));
 }

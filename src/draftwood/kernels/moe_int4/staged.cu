@@ -24,7 +24,7 @@
 #endif
 constexpr int W_STAGE = SPAN * 2 * (TILE_BYTES + SCALE_BYTES), X_SLICE = TOKENS * 1024, STAGE = WARPS * W_STAGE + SPAN * X_SLICE;
 static_assert(Part<PART>::TILES % (2 * WARPS) == 0, "a block's rows divide the expert's");
-static_assert(Part<PART>::SEGMENT % SPAN == 0, "whole stages");
+static_assert(Part<PART>::STEPS % SPAN == 0, "whole stages");
 
 template <int NT>
 __device__ __forceinline__ void ring_tile(u32 sm, const uint4* W, const uint2* S, const bf16* x, const int* pairs, int count,
@@ -57,7 +57,8 @@ __device__ __forceinline__ void ring_tile(u32 sm, const uint4* W, const uint2* S
   };
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) { if (i < NS) load(i * STAGE); copy_commit(); }
-  Sums<NT> sums;
+  float acc[2][NT][4];
+  clear(acc);
   const u32 rs = wb + SPAN * 1024 + g * 8, rx0 = xb + g * 128 + ((q ^ ((g & 1) << 2)) * 16), rx1 = rx0 ^ 64;
   u32 o = 0, ol = (STAGES - 1) * STAGE;
 #pragma unroll 1
@@ -71,12 +72,11 @@ __device__ __forceinline__ void ring_tile(u32 sm, const uint4* W, const uint2* S
     for (int u = 0; u < SPAN; u++) {
       const uint4 wv[2] = {shared_load16(dw + o + u * 512), shared_load16(dw + o + (SPAN + u) * 512)};
       const uint2 sv[2] = {shared_load8(rs + o + u * 64), shared_load8(rs + o + (SPAN + u) * 64)};
-      step64(sums.acc, wv, sv, rx0 + o + u * X_SLICE, rx1 + o + u * X_SLICE);
+      step64(acc, wv, sv, rx0 + o + u * X_SLICE, rx1 + o + u * X_SLICE);
     }
-    if constexpr (Part<PART>::SEGMENTS > 1) if ((st + 1) % (Part<PART>::SEGMENT / SPAN) == 0) sums.end_segment();
     o = o == (STAGES - 1) * STAGE ? 0 : o + STAGE;
   }
-  store_tiles(sums.result(), pairs, count, tile + warp * 2, out);
+  store_tiles(acc, pairs, count, tile + warp * 2, out);
 }
 
 #ifdef GATE_UP

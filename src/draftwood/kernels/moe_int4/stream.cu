@@ -22,25 +22,16 @@ gate_up_stream(const uint4* __restrict__ W, const uint2* __restrict__ S, const b
   const bf16 *start = input_row(x, pair) + q * 8, *from = start;
   Ahead ahead;
   look_all(ahead, start);
-  float total[4];
-  clear4(total);
+  float acc[4];
+  clear4(acc);
 #pragma unroll 1
-  for (int r = 0; r < P::SEGMENTS * ROUNDS;) {
-    float acc[4];
-    clear4(acc);
-#pragma unroll 1
-    for (int end = r + ROUNDS; r < end; r++) {
-      const bool on = r + 1 < P::SEGMENTS * ROUNDS;
-      at.advance(LEN);
-      round<0>(acc, ring, at, on, ahead, from, on ? from + LEN * 64 : start);
-      from += LEN * 64;
-    }
-    add4(total, acc);
+  for (int r = 0; r < ROUNDS; r++) {
+    const bool on = r + 1 < ROUNDS;
+    at.advance(LEN);
+    round<0>(acc, ring, at, on, ahead, from, on ? from + LEN * 64 : start);
+    from += LEN * 64;
   }
-  const long long p0 = __shfl_sync(ALL_LANES, pair, 8 * q), p1 = __shfl_sync(ALL_LANES, pair, 8 * q + 4);
-  const int column = (u % T) * 8 + g;
-  if (2 * q < count) h[p0 * WIDTH + column] = __float2bfloat16(swiglu(total[0], total[2]));
-  if (2 * q + 1 < count) h[p1 * WIDTH + column] = __float2bfloat16(swiglu(total[1], total[3]));
+  store_h(acc, count, pair, (u % T) * 8 + g, h);
 }
 #else
 // Row-stationary: a block owns 16 output rows, its warps take the jobs in turn, y of every (token, slot) waits in shared

@@ -1,8 +1,8 @@
 """Times every form that can be near the best at the benchmark's sizes: what `op.choose` and the forms are filled from.
 
 `python -m draftwood.kernels.moe_int4.sweep FOLDER [--seconds S]` runs unattended and writes one JSON line per measurement to
-FOLDER/moe_sweep.jsonl: both parts together, and each alone. With `--build ARCH` it only compiles, without a GPU. Results of one
-chain of sums must be the same bits at a size. A form that breaks the device's context is skipped: the sweep goes on in a new
+FOLDER/moe_sweep.jsonl: both parts together, and each alone. With `--build ARCH` it only compiles, without a GPU. All results of
+a size must be the same bits. A form that breaks the device's context is skipped: the sweep goes on in a new
 process without it.
 """
 
@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,93 +33,81 @@ REST = 0.04
 FORMS = {
     "st": Form("stream", 1, 4, 4, depth=8),
     "st.x2": Form("stream", 1, 4, 4, depth=8, ahead=2),
-    "st.b5": Form("stream", 1, 4, 5, depth=8),
-    "st.d16": Form("stream", 1, 4, 4, depth=16),
-    "sp": Form("split", 1, 7, 3, depth=16, ahead=4),
-    "sp.x2": Form("split", 1, 7, 3, depth=16, ahead=2),
-    "sp.b4": Form("split", 1, 7, 4, depth=8, ahead=2),
-    "sp.b2": Form("split", 1, 7, 2, depth=16, ahead=8),
+    "sp": Form("split", 1, 8, 2, ahead=7, rows=4),
+    "sp.x14": Form("split", 1, 8, 2, ahead=14, rows=4),
+    "sp.w14": Form("split", 1, 14, 2, ahead=8, rows=4),
+    "sp.b3": Form("split", 1, 8, 3, ahead=2, rows=4),
+    "sh": Form("share", 1, 4, 4, depth=8, ahead=2),
+    "sh.w8": Form("share", 1, 8, 2, depth=8, ahead=2),
+    "sh.w16": Form("share", 1, 16, 1, depth=8, ahead=2),
+    "sh.d16": Form("share", 1, 4, 4, depth=16, ahead=2),
     "few": Form("stream", 1, 4, 4, depth=8, rows=4),
-    "few.d16": Form("stream", 1, 4, 4, depth=16, rows=4),
     "few.b6": Form("stream", 1, 4, 6, depth=8, ahead=2, rows=4),
-    "few.w8": Form("stream", 1, 8, 4, depth=4, rows=4),
-    "few.w2": Form("stream", 1, 2, 9, depth=16, ahead=4, rows=4),
-    "rows": Form("stream", 1, 4, 4, depth=12, rows=36),
-    "rows.d8": Form("stream", 1, 4, 4, depth=8, ahead=2, rows=36),
-    "rows.d16": Form("stream", 1, 4, 4, depth=16, ahead=4, rows=16),
-    "rows.b5": Form("stream", 1, 4, 5, depth=12, rows=16),
-    "rows.x4": Form("stream", 1, 4, 4, depth=12, ahead=4, rows=36),
+    "rows": Form("stream", 1, 4, 4, depth=8, ahead=2, rows=40),
+    "rows.x4": Form("stream", 1, 4, 4, depth=8, ahead=4, rows=40),
+    "rows.d4": Form("stream", 1, 4, 4, depth=4, ahead=4, rows=72),
     "thin": Form("ring", 1, 8, 2, stages=6, span=4),
     "t1": Form("staged", 1, 8, 2, stages=4, span=2),
-    "t1.b4": Form("staged", 1, 4, 4, stages=4, span=2),
+    "t1.w4": Form("staged", 1, 4, 4, stages=4, span=2),
     "t2": Form("staged", 2, 4, 4, stages=4, span=2),
     "t3": Form("staged", 3, 4, 4, stages=3, span=2),
-    "t3.b3": Form("staged", 3, 4, 3, stages=4, span=2),
     "t4": Form("staged", 4, 4, 3, stages=4, span=2),
     "t4.b4": Form("staged", 4, 4, 4, stages=3, span=2),
-    "t4.u1": Form("staged", 4, 4, 4, stages=3, span=2, unroll=1),
-    "t4.w8": Form("staged", 4, 8, 2, stages=4, span=2),
+    "t4.b5": Form("staged", 4, 4, 5, stages=5, span=1),
+    "t4.s1": Form("staged", 4, 4, 4, stages=6, span=1),
+    "t4.w2": Form("staged", 4, 2, 6, stages=3, span=2),
+    "t5": Form("staged", 5, 4, 4, stages=4, span=1),
+    "t6.b4": Form("staged", 6, 4, 4, stages=4, span=1),
     "t6": Form("staged", 6, 4, 3, stages=3, span=2, unroll=1),
-    "t8": Form("staged", 8, 4, 2, stages=3, span=2, unroll=1),
     "t8.b3": Form("staged", 8, 4, 3, stages=4, span=1),
     "t12": Form("staged", 12, 4, 2, stages=3, span=2, unroll=1),
+    "t12.u2": Form("staged", 12, 4, 2, stages=3, span=2),
     "t12.s1": Form("staged", 12, 4, 2, stages=5, span=1),
-    "t12.w8": Form("staged", 12, 8, 1, stages=4, span=2, unroll=1),
+    "t12.b3": Form("staged", 12, 4, 3, stages=4, span=1),
 }
-"""Candidates. Every one is tried with either chain: the accumulator scaled by group, or (+) weights scaled and rounded."""
-
-CHAINS = {"": False, "+": True}
-SHORT = {"t8.b3", "t12.s1", "t12.w8"}
-"""Those that have too few registers for accumulators and group sums."""
+"""Candidates, and what they are compared with."""
 CASES: list[tuple[op.Shape, int, int, list[str]]] = [
-    (bench.TP8, 384, 1, ["st few", "sp few.w8", "sp few.b6", "sp few", "sp few.w2", "sp.b4 few.b6", "sp.b2 few.b6"]),
-    (bench.TP8, 384, 9, ["sp rows", "st rows.x4", "sp.x2 rows.d8", "sp.b4 rows.d16", "sp rows.b5", "t1.b4 t1", "st thin"]),
-    (bench.TP8, 384, 33, ["sp rows", "st rows.x4", "sp.b4 rows.d8", "sp.x2 rows", "t2 t2", "t1.b4 thin", "t4 t4"]),
-    (bench.TP8, 384, 4, ["sp few", "st rows", "sp.b4 rows.d16", "sp few.b6"]),
-    (bench.TP8, 384, 65, ["sp thin", "st thin", "t1.b4 t1", "t2 t2", "t4 t4"]),
-    (bench.K26, 384, 1, ["st few", "st.x2 few.d16", "st.b5 few.b6", "sp few.d16"]),
-    (bench.K26, 384, 9, ["st thin", "st.x2 t1", "st.d16 t1.b4", "t4 t4"]),
-    (bench.K26, 384, 33, ["st thin", "st.x2 t1", "t2 t2", "t4 t4"]),
-    (bench.K26, 384, 65, ["st thin", "thin thin", "t1 t1", "t2 t2", "t4 t4"]),
-    (bench.K26, 48, 128, ["t4 t4", "t3 t3", "t4.b4 t4.b4", "t3.b3 t3.b3", "t4.u1 t4.u1", "t4.w8 t4.w8", "t6 t6"]),
-    (bench.K26, 48, 512, ["t12 t12", "t8 t8", "t6 t6", "t8.b3 t8.b3", "t12.w8 t12.w8", "t12.s1 t12.s1", "t4 t4"]),
-    (bench.K26, 384, 128, ["t4 t4", "t3 t3", "t2 t2", "t4.b4 t4.b4"]),
-    (bench.K26, 384, 512, ["t4 t4", "t3 t3", "t2 t2", "t4.b4 t4.b4"]),
-    (bench.K26, 48, 33, ["t4 t4", "t2 t2", "t3 t3", "t1 t1"]),
-    (bench.K26, 48, 65, ["t4 t4", "t2 t2", "t3 t3", "t4.b4 t4.b4"]),
-    (bench.K26, 48, 9, ["st thin", "t1 t1", "t2 t2", "t4 t4"]),
-    (bench.K26, 384, 17, ["st thin", "st.x2 t1", "t4 t4"]),
+    (bench.TP8, 384, 9, ["sh rows", "sh.w8 rows", "sh.w16 rows", "sh rows.x4", "sh.d16 rows", "t1.w4 rows", "st.x2 rows"]),
+    (bench.TP8, 384, 33, ["sh rows", "sh.w8 rows", "sh.w16 rows", "t4 rows", "t1.w4 rows.x4", "st.x2 thin", "sh.w8 t1.w4"]),
+    (bench.TP8, 384, 1, ["sp few", "sp.x14 few", "sp.w14 few", "sp.b3 few", "sp few.b6", "st.x2 few", "sh few"]),
+    (bench.EP8, 48, 128, ["t4.b4 t4.b4", "t4.b5 t4.b5", "t4.s1 t4.s1", "t5 t5", "t6.b4 t6.b4", "t4.w2 t4.w2", "t3 t3", "t4 t4"]),
+    (bench.EP8, 48, 512, ["t12 t12", "t12.u2 t12.u2", "t12.b3 t12.b3", "t12.s1 t12.s1", "t8.b3 t8.b3", "t6.b4 t6.b4", "t6 t6"]),
+    (bench.K26, 384, 1, ["st few", "st.x2 few", "st few.b6"]),
+    (bench.K26, 384, 9, ["st.x2 t1", "t2 t2", "t1 t1", "t1.w4 t1.w4"]),
+    (bench.K26, 384, 17, ["st.x2 t1", "t2 t2", "t1.w4 t1.w4"]),
+    (bench.TP8, 384, 4, ["sp few", "sh few", "st.x2 rows", "sh.w8 few", "t1.w4 few"]),
+    (bench.TP8, 384, 65, ["sh thin", "t4 thin", "t1.w4 t1.w4", "sh.w8 rows.d4", "t4 rows.d4"]),
+    (bench.K26, 384, 33, ["t2 t2", "st.x2 t1", "t1.w4 t1.w4"]),
+    (bench.K26, 384, 65, ["t2 t2", "t1.w4 t1.w4", "t3 t3"]),
+    (bench.EP8, 48, 9, ["t2 t2", "t1.w4 t1.w4", "t4.b4 t4.b4", "st.x2 t1"]),
+    (bench.EP8, 48, 33, ["t2 t2", "t3 t3", "t4.b4 t4.b4"]),
+    (bench.EP8, 48, 65, ["t2 t2", "t3 t3", "t4.b4 t4.b4"]),
+    (bench.K26, 384, 128, ["t2 t2", "t3 t3", "t4 t4"]),
+    (bench.K26, 384, 512, ["t2 t2", "t3 t3", "t4 t4"]),
 ]
 """(shape, experts, rows, pairs of forms for gate_up and down); the most wanted first."""
 GOALS = 11
 """How many of them come before the times under load."""
-
-BUSY = [(9, ["st thin"]), (33, ["st thin", "t4 t4"]), (65, ["st thin", "t4 t4"]), (1, ["st few"])]
+BUSY = [(9, ["st.x2 t1", "t2 t2"]), (33, ["t2 t2", "t4 t4"]), (65, ["t2 t2"]), (1, ["st few"])]
 """(rows, pairs of forms) timed under load, with all 384 experts."""
 LOAD = 0.4
 
 
 def register() -> None:
     """Make the candidates known to the launcher of this process."""
-    for mark, scaled in CHAINS.items():
-        op.HOPPER.update({name + mark: replace(form, scaled=scaled) for name, form in FORMS.items()})
+    op.HOPPER.update(FORMS)
 
 
-def plans(pairs: list[str]) -> list[tuple[str, op.Plan]]:
-    """(chain, plan) of every pair, chain by chain for each pair."""
-    return [
-        (mark, op.Plan(*(name + mark for name in pair.split())))
-        for pair in pairs
-        for mark in CHAINS
-        if mark or not SHORT & set(pair.split())
-    ]
+def plans(pairs: list[str]) -> list[op.Plan]:
+    """The plan of every pair."""
+    return [op.Plan(*pair.split()) for pair in pairs]
 
 
 def sources(arch: str) -> list[jit.Source]:
     """Everything the sweep loads."""
     found: dict[str, jit.Source] = {}
     for shape, _, _, pairs in CASES:
-        for _, plan in plans(pairs):
+        for plan in plans(pairs):
             for part, name in (("gate_up", plan.gate_up), ("down", plan.down)):
                 source = op._variant(name, part, shape, arch).source
                 found[f"{source.file} {source.label()}"] = source
@@ -155,9 +142,9 @@ class Sweep:
     def times(self, shape: op.Shape, experts: int, rows: int, pairs: list[str], device: torch.device, peak: float) -> None:
         """One size with every candidate."""
         size, flops = bench.work_of(shape, experts, rows)
-        firsts: dict[str, torch.Tensor] = {}
+        first: torch.Tensor | None = None
         known: dict[str, float] = {}
-        for mark, plan in plans(pairs):
+        for plan in plans(pairs):
             key = f"{experts} x {shape.width}, {rows} rows: {plan.gate_up} {plan.down}"
             if not self.start(plan, key):
                 continue
@@ -169,9 +156,10 @@ class Sweep:
                 continue
             torch.cuda.synchronize(device)
             out = setup.calls[-1].out
-            line: dict[str, Any] = {"same": torch.equal(out, firsts.setdefault(mark, out.clone()))}
-            if rows in (9, 128) and "same" + mark not in known:
-                known["same" + mark], line["error"] = 1, setup.error()
+            line: dict[str, Any] = {"same": first is None or torch.equal(out, first)}
+            if first is None:
+                first = out.clone()
+                line |= {"error": setup.error()} if rows in (9, 128) else {}
             time.sleep(REST)
             us = time_graph(setup.launch, len(setup.calls), 5)
             line |= {"us": round(us, 2), "of_peak": round(size / us / 1e-6 / peak, 4), "tflop_s": round(flops / us / 1e6, 1)}
@@ -188,7 +176,7 @@ class Sweep:
 
     def loaded(self, shape: op.Shape, experts: int, rows: int, pairs: list[str], device: torch.device) -> None:
         """One size while the device has been busy with it for LOAD seconds: its clock is then lower."""
-        for _, plan in plans(pairs):
+        for plan in plans(pairs):
             key = f"loaded {experts} x {shape.width}, {rows} rows: {plan.gate_up} {plan.down}"
             if self.start(plan, key):
                 setup = bench.prepare(shape, experts, rows, plan, device)

@@ -8,13 +8,13 @@ import torch
 
 from draftwood.kernels import check, jit
 from draftwood.kernels.moe_int4 import op, ref, repack
-from draftwood.kernels.moe_int4.sizes import few_rows
+from draftwood.kernels.moe_int4.sizes import SLICE, few_rows
 from draftwood.kernels.moe_route import ref as route_ref
 from draftwood.kernels.moe_route.op import Lists, most_jobs
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-K26, NANO = op.Shape(7168, 2048, 8), op.Shape(384, 128, 4)
+K26, TP8, NANO = op.shape_of(7168, 2048, 8, 384), op.shape_of(7168, 256, 8, 384), op.shape_of(384, 128, 4, 16)
 SHAPES = op.shapes()
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65)
 
@@ -122,7 +122,7 @@ def test_bad_shapes_are_one_line() -> None:
 
 
 @pytest.mark.parametrize("arch", jit.ARCHS)
-@pytest.mark.parametrize("shape", [K26, op.Shape(7168, 256, 8), NANO], ids=["k2.6", "k2.6 slice of 8", "nano"])
+@pytest.mark.parametrize("shape", [*SHAPES[:1], *SHAPES[3:]], ids=["k2.6", "k2.6 slice of 8", "k2.6 48 experts", "nano"])
 def test_all_variants_compile_within_limits(arch: str, shape: op.Shape) -> None:
     for variant in op.variants([shape]):
         if arch in variant.archs:
@@ -143,6 +143,11 @@ def random_experts(shape: op.Shape, count: int, seed: int = 0) -> repack.Packed:
             codes[e].random_(-(2**31), 2**31 - 1, generator=make)
             scales[e].copy_(torch.rand(scales[e].shape, device="cuda", generator=make) * 0.01)
     return weights
+
+
+def held_of(shape: op.Shape) -> int:
+    """How many experts a rank of this shape may hold."""
+    return 48 if shape.scaled else 112 if shape.width > SLICE else 16 if shape == NANO else 48
 
 
 def host_lists(chosen: torch.Tensor, weights: torch.Tensor, first: int, held: int, tile: int) -> Lists:
@@ -205,8 +210,7 @@ def grow(lists: Lists, rows: int, topk: int, tile: int) -> Lists:
 
 def plans(shape: op.Shape, rows: int) -> list[op.Plan]:
     """Pairs of forms in which every form that may run for so many rows occurs, and what `choose` makes."""
-    ups = [n for n, f in op.HOPPER.items() if f.fits(shape, "gate_up")]
-    downs = [n for n, f in op.HOPPER.items() if f.fits(shape, "down") and rows <= (f.rows or rows)]
+    ups, downs = ([n for n, f in op.HOPPER.items() if f.fits(shape, p) and rows <= (f.rows or rows)] for p in ("gate_up", "down"))
     pairs = [op.Plan(ups[i % len(ups)], downs[i % len(downs)]) for i in range(max(len(ups), len(downs)))]
     return list(dict.fromkeys(pairs + [op.choose(shape, rows, e) for e in (384, 48, 16)]))
 
@@ -215,7 +219,7 @@ def plans(shape: op.Shape, rows: int) -> list[op.Plan]:
 @needs_gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_form_gives_a_row_the_bits_it_has_alone(shape: op.Shape) -> None:
-    held = 16 if shape == NANO else 48
+    held = held_of(shape)
     packed, batch = random_experts(shape, held), Batch(shape, held)
     alone = op.Plan("stream", "few")
     probes = torch.tensor([0, 5, 11], device="cuda")
@@ -237,7 +241,7 @@ def test_every_form_gives_a_row_the_bits_it_has_alone(shape: op.Shape) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 9, 65])
 def test_result_matches_float64(shape: op.Shape, rows: int) -> None:
-    held, total = (8, 16) if shape == NANO else (48, 384)
+    held, total = (8, 16) if shape == NANO else (held_of(shape), 384)
     packed, batch = random_experts(shape, held), Batch(shape, held, rows=rows, total=total)
     if rows == 1:
         batch.chosen[0] = torch.arange(shape.topk, device="cuda") * 3 % total
@@ -245,7 +249,7 @@ def test_result_matches_float64(shape: op.Shape, rows: int) -> None:
         out, work = batch.run(packed, torch.arange(rows, device="cuda"), op.choose(shape, rows, total), first)
         for t in range(0, rows, 4):
             one = slice(t, t + 1)
-            dense = functools.lru_cache(None)(lambda e: repack.expert(packed, e))
+            dense = functools.lru_cache(None)(lambda e: repack.expert(packed, e, rounded=shape.scaled))
             want = ref.experts(batch.x[one], dense, batch.chosen[one], batch.weights[one], first, held, batch.shared[one])[0]
             error = (out[t].double() - want).abs().max() / want.abs().max()
             assert error < 6e-3, (t, first)
@@ -265,7 +269,7 @@ def test_last_expert_of_384_lies_past_two_to_the_31() -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("shape", [op.Shape(7168, 256, 8), NANO], ids=str)
+@pytest.mark.parametrize("shape", [TP8, NANO], ids=str)
 def test_padding_rows_and_other_ranks_leave_nothing(shape: op.Shape) -> None:
     total = 16 if shape == NANO else 48
     packed, batch = random_experts(shape, total // 2), Batch(shape, total // 2, rows=64, total=total)
@@ -286,7 +290,7 @@ def test_padding_rows_and_other_ranks_leave_nothing(shape: op.Shape) -> None:
 @needs_gpu
 @pytest.mark.parametrize("rows", [1, 33, 128])
 def test_graph_replays_are_bitwise_equal(rows: int) -> None:
-    shape = op.Shape(7168, 256, 8)
+    shape = TP8
     packed, batch = random_experts(shape, 48), Batch(shape, 48)
     pick, plan = torch.arange(rows, device="cuda"), op.choose(shape, rows, 48)
     first, _ = batch.run(packed, pick, plan)

@@ -58,7 +58,8 @@ class Workspace:
 
 def expert_shape(sizes: Sizes) -> moe_op.Shape:
     """This rank's routed experts, as the kernels see them."""
-    return moe_op.Shape(sizes.config.hidden_size, sizes.columns, sizes.config.experts_per_token)
+    c = sizes.config
+    return moe_op.shape_of(c.hidden_size, sizes.columns, c.experts_per_token, len(sizes.experts))
 
 
 def allocate(sizes: Sizes, buckets: Sequence[Bucket], device: torch.device) -> Workspace:
