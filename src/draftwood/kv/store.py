@@ -124,9 +124,8 @@ class DraftStore:
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.slots = slots
-        # Never read where nothing was written, so not cleared: on a CPU that would take seconds.
-        self.kept_keys = torch.empty(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
-        self.kept_values = torch.empty_like(self.kept_keys)
+        self.kept_keys = torch.zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
+        self.kept_values = torch.zeros_like(self.kept_keys)
 
     @staticmethod
     def nbytes(layers: int, rows: int, capacity: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
