@@ -248,6 +248,60 @@ def test_rows_of_the_same_beginning_share_pages_while_the_first_still_runs():
     assert all(scheduler.pool.count(page) == 3 for page in start.pages[:3])
 
 
+class Lookups:
+    """A scheduler of few pages whose look-ups of texts are noted: (tokens, pages found)."""
+
+    def __init__(self):
+        plan = fake_plan(0, num_pages=20, max_num_seqs=3, max_model_len=300, prefill_chunk=64, enable_prefix_caching=True)
+        self.scheduler, self.seen = Scheduler(plan, 50), []
+        self._enter, self.scheduler.prefix.enter = self.scheduler.prefix.enter, self.enter
+
+    def enter(self, tokens, most):
+        node, pages = self._enter(tokens, most)
+        self.seen.append((len(tokens), len(pages)))
+        return node, pages
+
+    def add(self, new, token, length, most):
+        self.scheduler.add(Request(new, (token,) * length, SamplingParams(max_tokens=most)))
+
+    def step(self, token):
+        """Run a step in which every row's answer grows by `token`."""
+        plan = self.scheduler.next_step()
+        sequences = self.scheduler.sequences(plan)
+        self.scheduler.launched(plan, sequences)
+        self.scheduler.landed(plan, sequences)
+        for seq, chunk, emits in zip(sequences, plan.chunks, plan.emits, strict=True):
+            self.scheduler.commit(seq, 0 if chunk else 1, [token] if emits else [])
+
+
+def test_a_text_that_waits_is_looked_up_again_only_when_pages_have_come_free():
+    look = Lookups()
+    look.add(0, 7, 32, 260)
+    look.add(1, 5, 32, 260)
+    look.step(9)
+    look.add(2, 5, 290, 5)
+    for _ in range(40):
+        look.step(9)
+    assert look.seen == [(32, 0), (32, 0), (290, 2)], "others grew, into pages of other texts"
+    look.scheduler.finish(0)
+    look.step(9)
+    assert look.seen[3:] == [(290, 2)] and set(look.scheduler.running) == {1}, "not enough of them"
+    look.scheduler.finish(1)
+    look.step(9)
+    assert look.seen[4:] == [(290, 2)] and set(look.scheduler.running) == {2}
+
+
+def test_a_text_that_waits_is_looked_up_again_when_its_next_page_is_there():
+    look = Lookups()
+    look.add(0, 5, 32, 260)
+    look.add(1, 7, 32, 260)
+    look.step(5)
+    look.add(2, 5, 290, 5)
+    for _ in range(66):
+        look.step(5)
+    assert look.seen[2:] == [(290, pages) for pages in range(2, 7)] and 2 not in look.scheduler.running
+
+
 def test_the_last_known_token_is_always_computed():
     plan = fake_plan(0, num_pages=20, enable_prefix_caching=True)
     for length in (15, 16, 17, 32, 33, 48):

@@ -87,6 +87,18 @@ class Waiting:
     """What it had generated when it was preempted."""
 
 
+@dataclass(frozen=True)
+class Refused:
+    """Why the first of those that wait did not fit. To look a long text up again in every step would be slow."""
+
+    waited: Waiting
+    spare: int
+    """Pages that could be had, without those left to the rows that ran."""
+    node: Node | None
+    """Where its text ended in the prefix cache, and what its next page would be called there; None where nothing can follow."""
+    key: bytes | None
+
+
 @dataclass
 class Sequence:
     """A request that holds a row and its pages."""
@@ -143,8 +155,7 @@ class Scheduler:
         self._rows = list(range(plan.max_num_seqs - 1, -1, -1))
         self._handed_out = 0
         """Pages, since the last recount."""
-        self._refused: tuple[int, int, int, int] | None = None
-        """What mattered when the first of those that wait did not fit."""
+        self._refused: Refused | None = None
 
     @property
     def available(self) -> int:
@@ -299,14 +310,9 @@ class Scheduler:
         self.preemptions += 1
 
     def _admit(self) -> Iterator[Start]:
-        while self.waiting and self._rows:
-            cached = self.prefix.count if self.prefix is not None else 0
-            matters = (self.waiting[0].request.id, self.available, len(self.running), cached)
-            if matters == self._refused:  # looking a long text up again in every step would be slow
-                return
+        while self.waiting and self._rows and not self._still_refused():
             seq = self._begin(self.waiting[0])
             if seq is None:
-                self._refused = matters
                 return
             waited = self.waiting.popleft()
             self.running[seq.request.id] = seq
@@ -315,20 +321,34 @@ class Scheduler:
             drafts = seq.budget > 0 or self.prefix is not None and self.plan.block > 0
             yield Start(seq.row, tuple(seq.pages), params, prompt, drafts, seq.cached, waited.generated)
 
+    @property
+    def _spare(self) -> int:
+        """Pages that a newcomer may take: one for each row that runs is left alone, so that it is not preempted as soon as
+        somebody grows."""
+        return self.available - len(self.running)
+
+    def _still_refused(self) -> bool:
+        """True when no page has come free, and none of its text into the cache, since the first that waits was refused."""
+        past = self._refused
+        if past is None or past.waited is not self.waiting[0] or self._spare > past.spare:
+            return False
+        return past.node is None or past.key not in past.node.children
+
     def _begin(self, waited: Waiting) -> Sequence | None:
         """Give a request a row and pages for its known text and its tree, or return None when they are not to be had.
 
-        The last known token is never taken from the cache: its choice is the next token. A page for each row that runs
-        is left alone, so that a newcomer is not preempted as soon as somebody grows.
+        The last known token is never taken from the cache: its choice is the next token.
         """
         request, tokens = waited.request, [*waited.request.prompt, *waited.generated]
         budget, auto = self._budget(request.params)
-        node, shared = None, list[int]()
+        node, shared, most = None, list[int](), (len(tokens) - 1) // self.pool.page_size
         if self.prefix is not None:
-            node, shared = self.prefix.enter(tokens, (len(tokens) - 1) // self.pool.page_size)
+            node, shared = self.prefix.enter(tokens, most)
         need = self._need(request, len(tokens), budget) - len(shared)
-        if need + len(self.running) > self.available:
+        if need > self._spare:
             self._give_back(node, shared)
+            key = self.prefix.key(tokens, len(shared)) if self.prefix is not None and len(shared) < most else None
+            self._refused = Refused(waited, self._spare, node, key)
             return None
         cached = len(shared) * self.pool.page_size
         return Sequence(

@@ -57,7 +57,7 @@ class PrefixCache:
         """
         node, pages = self.root, []
         for i in range(most):
-            child = node.children.get(self._key(tokens, i))
+            child = node.children.get(self.key(tokens, i))
             if child is None:
                 break
             self._pin(child)
@@ -72,7 +72,7 @@ class PrefixCache:
         If the text is not in the cache yet, `page` of the caller is what it keeps; if it is, by another request that
         computed the same, the caller's page stays the caller's own.
         """
-        key = self._key(tokens, index)
+        key = self.key(tokens, index)
         child = node.children.get(key)
         if child is None:
             child = node.children[key] = Node(node, key, page)
@@ -117,6 +117,11 @@ class PrefixCache:
             raise AssertionError("a path of the prefix cache is pinned below a place where it is not")
         return [node.page for node in nodes]
 
+    def key(self, tokens: Sequence[int], index: int) -> bytes:
+        """Return what page `index` of a text is called among the children of the node of the page before it."""
+        size = self.pool.page_size
+        return array("i", tokens[index * size : (index + 1) * size]).tobytes()
+
     def _nodes(self) -> Iterator[Node]:
         stack = [self.root]
         while stack:
@@ -137,7 +142,3 @@ class PrefixCache:
             heapq.heapify(self._leaves)
         self._pushed += 1
         heapq.heappush(self._leaves, (node.left, self._pushed, node))
-
-    def _key(self, tokens: Sequence[int], index: int) -> bytes:
-        size = self.pool.page_size
-        return array("i", tokens[index * size : (index + 1) * size]).tobytes()
