@@ -25,6 +25,7 @@ from draftwood.errors import ConfigError, RequestError
 from draftwood.kv.store import DraftStore, LatentStore
 from draftwood.model.drafter import Drafter
 from draftwood.model.kimi import Target
+from draftwood.model.layers import guesses
 from draftwood.model.weights import dummy_drafter, dummy_target, load_drafter, load_target
 from draftwood.parallel.comm import Comm, connect
 from draftwood.parallel.layout import Layout
@@ -444,7 +445,8 @@ def build(plan: Plan, checkpoint: Checkpoint, comm: Comm) -> Parts:
             own = dummy_drafter(drafter_config, layout, dtype, device)
         else:
             own = load_drafter(checkpoint.draft_folder, drafter_config, layout, dtype, device)
-        parts.drafter = Drafter(drafter_config, own, layout, comm, target.embed, target.lm_head, dtype)
+        head = guesses(weights.lm_head, target.lm_head)
+        parts.drafter = Drafter(drafter_config, own, layout, comm, target.embed, head, dtype)
         heads = len(layout.kv_heads(drafter_config.num_heads, drafter_config.num_kv_heads))
         parts.draft_kv = DraftStore(
             drafter_config.num_layers, plan.max_num_seqs, plan.window, heads, drafter_config.head_dim, dtype, device,

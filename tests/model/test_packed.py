@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from draftwood.model import packed
+from draftwood.model import layers, packed
 from draftwood.model.int4 import pack_int4, unpack_int4
 
 needs_fbgemm = pytest.mark.skipif(not packed._fbgemm(), reason="this build or processor has no FBGEMM")
@@ -72,10 +72,27 @@ def test_no_warning_reaches_the_user() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for shape in (SMALL, LARGE):
-            product = packed.packed(bfloat16(shape))
-            assert product is not None
-            product(torch.randn(2, shape[1]))
+            for product in (packed.packed(bfloat16(shape)), packed.rounded(bfloat16(shape))):
+                assert product is not None
+                product(torch.randn(2, shape[1]))
 
 
 def test_other_types_are_left_alone() -> None:
     assert packed.packed(bfloat16(SMALL).bfloat16()) is None
+
+
+@needs_fbgemm
+def test_a_product_for_guesses_is_close_and_takes_empty_outputs() -> None:
+    weight, x = bfloat16(LARGE), torch.randn(7, LARGE[1])
+    weight[5] = 0
+    product = packed.rounded(weight)
+    assert product is not None
+    off = product(x) - x @ weight.T
+    assert off.std() < 0.03 * (x @ weight.T).std() and torch.equal(product(x)[:, 5], torch.zeros(7))
+
+
+def test_guesses_are_exact_where_there_is_no_faster_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = layers.Linear(bfloat16(LARGE))
+    assert layers.guesses(bfloat16(LARGE).bfloat16(), exact) is exact
+    monkeypatch.setattr(packed, "_fbgemm", lambda: False)
+    assert layers.guesses(bfloat16(LARGE), exact) is exact

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftwood.model.config import RopeConfig
-from draftwood.model.packed import packed
+from draftwood.model.packed import Product, packed, rounded
 from draftwood.model.weights import DenseWeights
 
 
@@ -114,9 +114,10 @@ def halves_to_pairs(weight: Tensor, dim: int) -> Tensor:
 class Linear:
     """x -> x @ weight.T for a constant weight [out, in], kept in the form that is fastest where it is (`packed`)."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, product: Product | None = None) -> None:
+        """`product`: another way to multiply by `weight` than the fastest exact one."""
         self.out_features, self.in_features = weight.shape
-        self._apply = packed(weight) or functools.partial(F.linear, weight=weight)
+        self._apply = product or packed(weight) or functools.partial(F.linear, weight=weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -126,6 +127,12 @@ class Linear:
 def linear(weight: Tensor | Linear) -> Linear:
     """Return `weight` as a Linear; one that is a Linear already is shared, not copied."""
     return weight if isinstance(weight, Linear) else Linear(weight)
+
+
+def guesses(weight: Tensor, exact: Linear) -> Linear:
+    """Return a faster and coarser Linear than `exact` for what is verified anyway, or `exact` where there is none."""
+    product = rounded(weight)
+    return exact if product is None else Linear(weight, product)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -34,6 +34,24 @@ def packed(weight: Tensor) -> Product | None:
     return None
 
 
+def rounded(weight: Tensor) -> Product | None:
+    """Return a product for guesses: weights in 8 bits with a scale for each output, activations in 7 bits; else None.
+
+    About 2 % off and three times as fast as float16 (8192 x 384 weights, 7 rows, two cores: 86 and 253 microseconds).
+    """
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not _fbgemm():
+        return None
+    scale = (weight.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny).double()
+    shared = torch.ops.quantized.linear_prepack(_in_8_bits(weight, scale), None)
+    apply = torch.ops.quantized.linear_dynamic.default
+    return lambda x: apply(x, shared, True)  # True: 7 bits, which cannot overflow on any processor
+
+
+def _in_8_bits(weight: Tensor, scale: Tensor) -> Tensor:
+    zero = torch.zeros(len(weight), dtype=torch.long)
+    return torch.quantize_per_channel(weight, scale, zero, 0, torch.qint8)
+
+
 def half_shift(weight: Tensor) -> int | None:
     """Return an n for which float16 holds weight * 2^n exactly, 0 if it can be; None when there is none."""
     top = float(weight.abs().max()) if weight.numel() else 0.0
@@ -79,8 +97,9 @@ def _fbgemm() -> bool:
     if not hasattr(torch, "fbgemm_linear_fp16_weight_fp32_activation"):
         return False
     with warnings.catch_warnings():
-        # Both say once that a later torch will not have them; this package's range of versions does.
+        # Each says once that a later torch will not have it; this package's range of versions does.
         warnings.simplefilter("ignore")
+        _in_8_bits(torch.ones(1, 1), torch.ones(1, dtype=torch.double))
         own = torch.fbgemm_pack_gemm_matrix_fp16(torch.full((1, 1), 0.5))
         out = torch.fbgemm_linear_fp16_weight_fp32_activation(torch.full((1, 1), 3.0), own, None)
     return bool(out == 1.5)
