@@ -69,6 +69,12 @@ def test_bad_input_is_one_line_and_exit_2(capsys, flags):
     assert len(shown.err.strip().splitlines()) == 1
 
 
+def test_a_context_above_the_models_positions_is_refused_by_its_flag(capsys):
+    assert cli.main(["bench", "step", "nano", "--device", "cuda", "--context", "3000", "--budgets", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "--context 3000" in said and "4096" in said and "2560 or less" in said
+
+
 def test_nano_accepts_more_with_larger_trees_and_shared_noise(capfd):
     flags = ("--prompts", "2", "--max-tokens", "32", "--repeat", "1", "--budgets", "0,16", "--temperature", "1", "--json")
     assert cli.main(["bench", "step", str(nano.path()), *flags]) == 0

@@ -103,7 +103,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{flag}: only steps of a GPU are timed like that; add --device cuda, or leave it at one number of rows")
     world = options.tp * options.ep
     anywhere = dataclasses.replace(options, device="cpu", synthetic_accept=None)  # whether drafts are possible is a matter of files
-    drafter = plan.decide(anywhere, plan.find(options), plan.Device("cpu", "any device", 1 << 60), strict=False).block > 0
+    checkpoint = plan.find(options)
+    positions = checkpoint.config.max_position
+    if options.max_model_len is not None and options.max_model_len > positions:
+        fault = f"--context {_context(args)} and the {ROOM} tokens of the steps are above the {positions} positions of this model"
+        raise ConfigError(f"{fault}; ask for {max(1, positions - ROOM)} or less")
+    drafter = plan.decide(anywhere, checkpoint, plan.Device("cpu", "any device", 1 << 60), strict=False).block > 0
     if largest > 0 and not drafter:
         raise ConfigError(f"{options.model} has no drafter for --budgets {args.budgets}; give one with --draft, or --budgets 0")
     if world > 1 and not launch.is_rank():
