@@ -1,5 +1,7 @@
 """Grammars are judged by the CPU time that they cost, so a busy machine refuses none that an idle one takes."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -53,3 +55,12 @@ def test_a_mask_may_wait_for_the_cpu_but_not_use_much_of_it(tool, monkeypatch, p
     monkeypatch.setattr(xgrammar, "GrammarMatcher", Slow)
     found = judge.judge(compiled, WORDS)
     assert said in found and bool(said) == bool(found)
+
+
+def test_a_process_that_stopped_talking_but_lives_is_ended_and_told(monkeypatch):
+    deaf = "import os, time; os.close(1); time.sleep(60)"
+    monkeypatch.setattr(judge.Judge, "_start", lambda self: self._process)
+    one = judge.Judge(WORDS)
+    one._process = process = subprocess.Popen([sys.executable, "-c", deaf], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert "ended the process" in one.ask("regex", "a")
+    assert process.poll() is not None and one._process is None

@@ -172,8 +172,7 @@ class Judge:
             if not select.select([process.stdout], [], [], seconds)[0]:
                 return None
             return pickle.load(process.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError):
-            process.wait(1.0)
+        except (OSError, EOFError, pickle.UnpicklingError):  # the caller ends what is left of it
             return None
 
     def _end(self) -> None:
