@@ -78,13 +78,15 @@ class LatentStore:
         """
         if path.shape[1] == 1:
             return  # roots alone are in place already
-        target = scratch.nodes[:, : path.shape[1]]
-        source = scratch.nodes.gather(1, path.clamp(min=0))
-        live = torch.arange(path.shape[1], device=path.device) < counts.unsqueeze(-1)
-        moved = (live & (source != target)).flatten().nonzero().squeeze(-1)
-        if moved.numel():
-            rows = self.cache.index_select(1, source.flatten()[moved])
-            self.cache.index_copy_(1, target.flatten()[moved], rows)
+        # Node i sits where position `length + i` will: an accepted node moves unless its place is its number.
+        place = torch.arange(path.shape[1], device=path.device)
+        moved = ((path != place) & (place < counts.unsqueeze(-1))).nonzero()
+        if len(moved):
+            row, place = moved.unbind(1)
+            slots = scratch.nodes.flatten()
+            first = row * scratch.nodes.shape[1]
+            latents = self.cache.index_select(1, slots.index_select(0, first + path[row, place]))
+            self.cache.index_copy_(1, slots.index_select(0, first + place), latents)
 
 
 @dataclass(frozen=True)
