@@ -1,5 +1,6 @@
 """Whoever comes, goes, grows, is preempted or aborted: every row reads its own text, pages add up, nobody starves."""
 
+import dataclasses
 from collections import deque
 
 import pytest
@@ -300,6 +301,23 @@ def test_a_text_that_waits_is_looked_up_again_when_its_next_page_is_there():
     for _ in range(66):
         look.step(5)
     assert look.seen[2:] == [(290, pages) for pages in range(2, 7)] and 2 not in look.scheduler.running
+
+
+def known_tokens(scheduler):
+    """Run everything to its end; return how many known tokens went through the target."""
+    computed, launched = [], scheduler.launched
+    scheduler.launched = lambda plan, seqs: computed.append(sum(map(len, plan.chunks))) or launched(plan, seqs)
+    played(scheduler)
+    return sum(computed)
+
+
+def test_many_that_begin_alike_and_come_at_once_compute_their_beginning_once():
+    plan = fake_plan(0, num_pages=200, max_num_seqs=6, max_model_len=300, prefill_chunk=64, enable_prefix_caching=True)
+    plan = dataclasses.replace(plan, options=dataclasses.replace(plan.options, max_num_batched_tokens=64))
+    scheduler = Scheduler(plan, 50)
+    for i in range(6):
+        scheduler.add(Request(i, (5,) * 256 + (i,), SamplingParams(max_tokens=2)))
+    assert known_tokens(scheduler) < 256 + 6 * 70
 
 
 def test_the_last_known_token_is_always_computed():

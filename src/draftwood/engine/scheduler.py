@@ -310,10 +310,13 @@ class Scheduler:
         self.preemptions += 1
 
     def _admit(self) -> Iterator[Start]:
-        while self.waiting and self._rows and not self._still_refused():
+        """Begin those that fit while the step has room for known tokens: who comes later may find more in the prefix cache."""
+        room = self._room - sum(self._size(len(self._chunk(seq))) for seq in self.running.values() if seq.prompting)
+        while room > 0 and self.waiting and self._rows and not self._still_refused():
             seq = self._begin(self.waiting[0])
             if seq is None:
                 return
+            room -= self._size(len(self._chunk(seq)))
             waited = self.waiting.popleft()
             self.running[seq.request.id] = seq
             params = seq.request.params
