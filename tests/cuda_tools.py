@@ -107,7 +107,9 @@ class Step:
         for name, value in parts.items():
             value[:total] = getattr(own, name)
         wild[:total] = own.ancestors
-        parts |= {"starts": starts, "slots": own.slots, "ancestors": wild, "total": own.total}
+        slots = torch.randint(0, 1 << 40, (bucket.rows, own.slots.shape[1]), generator=g)
+        slots[: len(rows)] = own.slots
+        parts |= {"starts": starts, "slots": slots, "ancestors": wild, "total": own.total}
         flat = Flat(**{name: value.to(device) for name, value in parts.items()})
         return cls(flat, lengths.to(device), counts.to(device), table.to(device), total)
 
