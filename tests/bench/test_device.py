@@ -51,6 +51,7 @@ def test_every_case_has_its_times_bytes_and_tokens(monkeypatch):
     assert (plain["nodes"], drafted["nodes"]) == (2, 18) and plain["tokens_per_row"] == 1 and drafted["tokens_per_row"] > 1
     want = costs.step_bytes(checkpoint.config, 2, 9, 100, 1, 2, checkpoint.drafter, some.plan.block, some.plan.window)
     assert drafted["parts"] == dict(want) and drafted["floor_ms"] == round(costs.total(want) / 1e7, 3)
+    assert 4 <= plain["experts_seen"] <= 8 and drafted["experts_seen"] <= 16 and drafted["floor_seen_ms"] > 0
     assert set(drafted["stage_ms"]) == {"draft", "tree", "verify", "accept", "commit"} and automatic["tok_s"] > 0
     assert lines[1]["prompt_tokens"] == 192 and lines[0]["synthetic_accept"] == 2.5
     assert device.show(lines).count("\n") == 6

@@ -197,5 +197,6 @@ def test_automatic_trees_change_no_token_and_are_cut_where_they_do_not_pay():
     some.stepper.auto.measure(lambda rows, nodes, context: (0.001 * (1 + 9.0 * rows * (nodes - 1)), rows * nodes))
     before = list(some.totals.trees)
     assert [tuple(t) for t in decode(some, asks)] == list(alone())
+    steps = sum(some.totals.trees) - sum(before)
     grown = sum(n * (now - then) for n, (now, then) in enumerate(zip(some.totals.trees, before, strict=True)))
-    assert grown < 0.2 * (sum(some.totals.trees) - sum(before))
+    assert grown < steps, "beside a prompt, whose nodes cost as much, a node or two still pay"

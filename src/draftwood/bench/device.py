@@ -3,7 +3,8 @@
 Every row has `context` committed tokens, of random latents, when its graph and the stages are timed: by CUDA events, the state of
 rows set back before each replay. The gap is what passes between the end of a graph and the start of the next in the running loop,
 and tokens per second are the loop's. The floor is the bytes of `model/costs` at the speed at which this device reads a large
-tensor, measured in the same run.
+tensor, measured in the same run; it counts the experts that independent choices would reach, and `floor_seen_ms` as many as the
+last layer's nodes did reach, in every layer.
 """
 
 from __future__ import annotations
@@ -109,15 +110,33 @@ class DeviceBench:
         reset()
         whole = self._times([graph], reset)[0]
         nodes = int(step.flat.total)
+        seen = self._experts(step, nodes)
         stages = dict(zip(STAGES, self._times(self._stages(step), reset), strict=True))
         table = self._bytes(rows, nodes, budget)
         floor = costs.total(table) / self.peak * 1e3
+        least = self._with_experts(table, seen) / self.peak * 1e3
         measured = {
             "rows": rows, "budget": budget, "nodes": nodes, "graph_ms": round(whole, 3), "floor_ms": round(floor, 3),
             "ratio": round(whole / floor, 3), "bytes": costs.total(table),
+            "experts_seen": seen, "floor_seen_ms": round(least, 3), "ratio_seen": round(whole / least, 3),
             "stage_ms": {name: round(ms, 3) for name, ms in stages.items()}, "parts": dict(table),
         }  # fmt: skip
         return measured | self._loop(rows, budget, STEPS)
+
+    def _experts(self, step: CudaStep, nodes: int) -> int | None:
+        """Distinct experts that the nodes chose in the last layer: the floor's number is for independent choices, and nodes of
+        one text choose alike. None where they were routed in several parts."""
+        lists = step.forward.work.lists
+        if lists is None or len(step.forward.chunks) > 1:
+            return None
+        return int(lists.experts[:nodes].unique().numel())
+
+    def _with_experts(self, table: costs.Table, seen: int | None) -> int:
+        """Bytes of a step with this number of experts in every layer."""
+        config = self.llm.checkpoint.config
+        if seen is None:
+            return costs.total(table)
+        return sum(n for name, n in table if name != "experts") + seen * config.num_moe_layers * costs.expert_bytes(config)
 
     def automatic(self, rows: int) -> dict[str, Any]:
         """One number of rows with trees of automatic size: the loop alone, whose steps differ."""
@@ -206,7 +225,19 @@ class DeviceBench:
 
 def show(lines: Sequence[dict[str, Any]]) -> str:
     """The lines as a table for people."""
-    fixed = ["rows", "budget", "nodes", "graph_ms", "floor_ms", "ratio", "gap_ms", "step_ms", "tok_s", "tokens_per_row"]
+    fixed = [
+        "rows",
+        "budget",
+        "nodes",
+        "graph_ms",
+        "floor_ms",
+        "ratio",
+        "ratio_seen",
+        "gap_ms",
+        "step_ms",
+        "tok_s",
+        "tokens_per_row",
+    ]
     head = [*(name.replace("_", " ") for name in fixed), *STAGES]
     cases = [line for line in lines if "rows" in line]
     cells = [[*(c.get(name) for name in fixed), *(c.get("stage_ms", {}).get(name) for name in STAGES)] for c in cases]

@@ -80,7 +80,7 @@ def build(
         positions=config.max_position,
         grammars=grammars,
         options=GrowOptions(caps=caps(options), spine=options.tree_spine),
-        table=table(bigram, device) if bigram is not None and drafter is not None else None,
+        bigram=table(bigram, device) if bigram is not None and drafter is not None else None,
         noise=options.noise,
         synthetic=options.synthetic_accept,
     )

@@ -48,7 +48,7 @@ class CudaParts(Common):
     drafter: CudaDrafter | None = None
     draft_kv: DraftStore | None = None
     options: Options = Options()
-    table: Table | None = None
+    bigram: Table | None = None
     auto: AutoTrees | None = None
     """Where trees may be cut to what pays."""
     noise: str = "shared"
@@ -188,12 +188,12 @@ class CudaStep:
             assert candidates is not None and self.knobs is not None
             heat, budgets, free = rows.given("temperature", f), rows.given("budgets", f), rows.given("free", 1)
             seeds = None if parts.noise == "none" else rows.given("draft_seeds", f)
-            norms = None if parts.table is None else 1
+            norms = None if parts.bigram is None else 1
             found = tree_op.candidates(
                 self.guesses, heat, budgets, self.knobs, candidates, seeds, self.lengths[:f], rows=free, norms=norms
             )
             tree_op.grow(
-                found, self.roots[:f], self.lengths[:f], budgets, heat, self.knobs, self.trees, parts.table, rows=free
+                found, self.roots[:f], self.lengths[:f], budgets, heat, self.knobs, self.trees, parts.bigram, rows=free
             )  # fmt: skip
             self._cut()
         tree_op.flatten(
