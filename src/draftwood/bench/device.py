@@ -32,8 +32,8 @@ REPLAYS, STEPS, AUTO_STEPS = 20, 24, 96
 """Timed replays of a graph, and steps of the loop that are timed, with fixed and with automatic trees."""
 FEW = 8
 """Rows up to which those of the loop begin with whole contexts; more would decode for long while the last are read."""
-SETTLE = 3
-"""Decoding steps before anything is timed."""
+SETTLE, AUTO_SETTLE = 3, 64
+"""Decoding steps before anything is timed, with fixed and with automatic trees, which have to find out first what pays."""
 CHUNKS = 3
 """Whole chunks of a prompt that are timed."""
 
@@ -81,7 +81,7 @@ class DeviceBench:
         ids = [engine.add(torch.randint(0, vocab, (size,), generator=self.random).tolist(), params) for _ in range(rows)]
         while engine.scheduler.waiting or any(seq.prompting for seq in engine.scheduler.running.values()):
             engine.step()
-        for _ in range(SETTLE):
+        for _ in range(AUTO_SETTLE if budget == "auto" else SETTLE):
             engine.step()
         return ids
 
