@@ -234,7 +234,7 @@ def test_half_of_a_mask_or_a_floor_is_refused() -> None:
 
 
 @emulated
-def test_segments_of_a_large_vocabulary_agree_with_the_reference() -> None:
+def test_segments_of_a_large_vocabulary_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [
         Params(1.0), Params(0.0), Params(1.0, top_p=0.95), Params(1.0, top_p=0.5, top_k=90), Params(0.9, min_p=0.05),
         Params(3.0, top_k=100), Params(0.4, top_p=0.9),
@@ -250,6 +250,10 @@ def test_segments_of_a_large_vocabulary_agree_with_the_reference() -> None:
         if kind == "normal":  # deeper than 64, and yet nothing is left to the slowest way
             assert ref.kept(logits[2], torch.tensor(0.95), torch.tensor(0.0), 0) > 64
             assert not scene.left_open(logits).any()
+        with monkeypatch.context() as patch:  # one block reads all segments of a node
+            patch.setattr(op, "_MANY_BLOCKS", 1)
+            one, its_scores, _ = scene.run(logits)
+        assert torch.equal(one, tokens) and torch.equal(its_scores.view(torch.int32), scores.view(torch.int32))
         without, _, _ = scene.run(logits, logprobs=False)
         assert torch.equal(without, tokens)
 

@@ -22,6 +22,8 @@ _THREADS = {"scan": 512, "decide": 512, "settle": 1024, "walk": 32}
 _BLOCKS = {"scan": 2, "decide": 2, "settle": 1, "walk": 16}
 _SETTLE_BLOCKS = 264
 """Nodes left open are few: two blocks for each multiprocessor look for them."""
+_MANY_BLOCKS = 1056
+"""Four times what a large GPU runs at once."""
 MOST_NODES, MOST_VOCAB = 65535, 32 * SEGMENT
 
 
@@ -109,7 +111,9 @@ def choose(
         np.int32(logprobs),
     )  # fmt: skip
     b = buffers
-    _kernel("scan", wide, device, int(filters))((segments, m), _THREADS["scan"], (*step, b.raw, b.heat, b.best, b.lists), pdl=pdl)
+    _kernel("scan", wide, device, int(filters))(
+        (_spread(segments, m), m), _THREADS["scan"], (*step, b.raw, b.heat, b.best, b.lists), pdl=pdl
+    )
     decided = (b.choices, b.scores)
     _kernel("decide", wide, device)(m, _THREADS["decide"], (*step, b.raw, b.heat, b.best, b.lists, *decided, b.where), pdl=pdl)
     if filters:
@@ -117,6 +121,11 @@ def choose(
             min(m, _SETTLE_BLOCKS), _THREADS["settle"], (*step, b.raw, b.heat, b.lists, *decided, np.int32(m)), pdl=pdl
         )
     return decided
+
+
+def _spread(segments: int, nodes: int) -> int:
+    """Blocks that share a node's segments: all at once for few nodes; else a block looks the node's parameters up for several."""
+    return next((n for n in (segments, -(-segments // 2), -(-segments // 5)) if n * nodes <= _MANY_BLOCKS), -(-segments // 10))
 
 
 def walk(

@@ -23,7 +23,7 @@ CHUNK, QUERIES, TILE = 128, 64, 64
 CLUSTER = 8
 """Blocks that share a row's chunks when a launch is split."""
 MAX_BLOCK = 16
-SPLIT_BELOW = 64
+SPLIT_BELOW = 16
 """Rows x kv heads x query groups up to which a row's chunks are spread over a cluster of blocks."""
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from draftwood.kernels.linear.tuned import TUNED
+
 STREAM_ROWS = 8
 """Rows of x up to which the stream kernel runs; beyond it the wide one."""
 TILES = {2: 28, 3: 24, 5: 16, 9: 11, 16: 8}
@@ -38,7 +40,8 @@ class Machine:
 
     def slots(self, resident: int, cluster: int) -> int:
         """Blocks that run at once, with `resident` on each multiprocessor, in whole clusters."""
-        return sum(part * resident // cluster for part in self.parts) * cluster
+        spare = resident == 2 and cluster == 4  # a few clusters fewer than would fit were seen to run at once
+        return sum(part * resident // cluster - spare for part in self.parts) * cluster
 
 
 H200 = Machine(232_448, 233_472, (18, 18, 18, 18, 16, 16, 14, 14))
@@ -163,8 +166,6 @@ def _wide_shared(warps: int, tiles: int, depth: int, x_steps: int) -> int:
     return max(ring, tiles * 8 * (warps * 32 + 4) * 4)
 
 
-TRIED = 6
-"""Forms of a shape that are worth measuring."""
 ALONE = (1.2, 1.05, 1.0)
 """What it costs that none, or one other block works while one waits at its barrier."""
 
@@ -196,15 +197,17 @@ def wide_forms(shape: Shape, tiles: int, machine: Machine = H200, passes: int = 
         total = f.load(s, machine) * f.starved(4096, machine) ** 0.5 * alone * share
         return round(total, 2), -min(f.depth, 4), -min(f.x_steps * tiles, 10), -f.depth
 
-    found: dict[tuple[int, int], Form] = {}
+    def form(block: int, depth: int, x_steps: int) -> Form:
+        macros = _macros(shape, CLUSTER=s, TILES=tiles, BLOCK=block, DEPTH=depth, XSTEPS=x_steps)
+        warps = -(-block // 2)
+        return Form("linear_wide", macros, 32 * warps, _wide_shared(warps, tiles, depth, x_steps), 16 * block, 8 * tiles, s)
+
+    found: dict[object, Form] = {}
+    if machine == H200 and passes == 1 and (fastest := TUNED.get((shape.outputs, shape.inputs, shape.heads, tiles))):
+        found["measured"] = form(*fastest)
     for best in sorted(fits, key=cost):
-        macros = _macros(shape, CLUSTER=s, TILES=tiles, BLOCK=best.tiles, DEPTH=best.depth, XSTEPS=best.x_steps)
-        shared = _wide_shared(best.warps, tiles, best.depth, best.x_steps)
-        found.setdefault(
-            (best.together(machine), best.x_steps),
-            Form("linear_wide", macros, 32 * best.warps, shared, 16 * best.tiles, 8 * tiles, s),
-        )
-    return tuple(found.values())
+        found.setdefault((best.together(machine), best.x_steps), form(best.tiles, best.depth, best.x_steps))
+    return tuple(dict.fromkeys(found.values()))
 
 
 def _tail(shape: Shape) -> int:

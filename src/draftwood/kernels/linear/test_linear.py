@@ -12,6 +12,7 @@ import torch
 from draftwood.kernels import check, jit
 from draftwood.kernels.linear import op, plan, ref
 from draftwood.kernels.linear.plan import Shape
+from draftwood.kernels.linear.tuned import TUNED
 
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 40, 41, 63, 64, 65, 72, 73, 127, 128)
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -164,6 +165,13 @@ def test_wide_blocks_load_the_multiprocessors_of_an_h200_evenly() -> None:
             busiest = -(-groups * form.cluster // plan.H200.count) * form.rows
             if shape.nbytes > 20_000_000:
                 assert busiest * plan.H200.count <= 1.26 * shape.outputs * shape.heads * form.cluster, (shape, tiles)
+
+
+def test_forms_measured_to_be_the_fastest_are_used() -> None:
+    shapes = {(s.outputs, s.inputs, s.heads): s for world in (1, 8) for s in plan.k26_shapes(world).values()}
+    for (*key, tiles), knobs in TUNED.items():
+        macros = dict(plan.form_for(shapes[tuple(key)], 8 * tiles).macros)
+        assert (macros["BLOCK"], macros["DEPTH"], macros["XSTEPS"]) == knobs
 
 
 def test_variants_hold_everything_the_launcher_chooses() -> None:

@@ -22,7 +22,7 @@ PARTIALS = 1 << 30
 """Bytes that partial attention of a bucket may take; where more would be needed, blocks walk whole rows."""
 MOST_ROUTED, FUSED_ROWS = 1024, 16
 """Nodes of one call of the router, and up to which it is two launches, not three."""
-DRAFT_CHUNK, DRAFT_QUERIES, DRAFT_SPLIT = 128, 64, 64
+DRAFT_CHUNK, DRAFT_QUERIES, DRAFT_SPLIT = 128, 64, 16
 """As in kernels/draft_attention: places per chunk, queries per block, blocks up to which a row is spread."""
 
 
