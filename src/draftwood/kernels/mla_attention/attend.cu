@@ -1,14 +1,18 @@
 // Partial attention results of one layer: blocks take jobs of plan.cu. The law is in layout.cuh; nothing below is part of it.
 //
 // Two roles. Four warps form the scores of a tile of 64 keys and its probabilities; the other warps keep O (each 64 of the 512
-// columns), weight the tile's values with the probabilities of the scores before, and copy latents ahead. So scores of tile i + 1
-// and values of tile i are formed side by side.
+// columns), weight the tile's values with them, and copy latents ahead. Scores may be a tile ahead of values, so that either
+// fills the other's gaps.
 //  MT  most tiles of 16 lines of a job (fewer are taken as they are)      HALVES  32-key slots for latents: 2, 4 or 5
+//  BLOCKS  of a multiprocessor
 //  WALK  1: a block folds units into groups itself: of up to 32 lines in registers, of 64 in global memory (L2)
 //
-// Barriers, by id: 0 everybody; PROBABILITIES: those of tile i are written; TAKEN: they and their latents are used up;
-// LATENTS: those of the next tile are here; VALUES: all value warps; LINES..: score warps of the same lines.
-// Shared rows are whole 128-byte pieces; within one, 16 bytes c of row r are at c ^ (r & 7), so that ldmatrix meets no bank twice.
+// Barriers, by id (one for even tiles, one for odd ones): 0 everybody; PROBABILITIES: those of a tile are written; TAKEN: they are
+// used up; VALUES: all value warps; SCORES: all score warps. Score warps learn of latents that arrived by an mbarrier.
+// Shared rows are whole 128-byte pieces; within one, 16 bytes c of row r are at c ^ turned(r), so that no access meets a bank twice:
+// of eight rows (ldmatrix of values) nor of half a piece of two (16-byte loads of scores). Scores take their columns in an order in
+// which a lane's 16 bytes are its part of two steps: on Hopper such loads are faster than ldmatrix. Queries and probabilities are
+// kept as the fragments they are used as.
 #include "layout.cuh"
 
 #ifndef MT
@@ -28,34 +32,38 @@ constexpr int COLS = LATENT % 64 == 0 ? 8 : 2;         // n8 tiles of columns of
 constexpr int SCORE_WARPS = 4, VALUE_WARPS = LATENT / 8 / COLS;
 constexpr int SCORE_THREADS = SCORE_WARPS * 32, VALUE_THREADS = VALUE_WARPS * 32, THREADS = SCORE_THREADS + VALUE_THREADS;
 constexpr int STEPS = WIDTH / 16, CHUNKS = WIDTH / 8;  // mma steps, and 16-byte chunks, of a latent
+constexpr int PAIRS = (STEPS + 1) / 2;                 // of steps: 32 columns
 constexpr int PIECES = (CHUNKS + 7) / 8, ROW_BYTES = PIECES * 128, HALF_BYTES = 32 * ROW_BYTES;
-constexpr int PROBABILITIES = 1, TAKEN = 2, LATENTS = 3, VALUES = 4, LINES = 5;
+constexpr int PROBABILITIES = 1, TAKEN = 3, VALUES = 5, SCORES = 6;
 static_assert(LATENT == COLS * 8 * VALUE_WARPS && (HALVES == 2 || HALVES >= 4) && (MT == 1 || MT == 2 || MT == 4), "no such shape");
 
 struct Place {                                          // in shared memory, bytes; sizes.py has the same sum
   static constexpr int keys = 0;
   static constexpr int q = HALVES * HALF_BYTES;
-  static constexpr int p = q + MT * 16 * ROW_BYTES;     // probabilities
-  static constexpr int rescale = p + MT * 16 * 128;
-  static constexpr int unit_m = rescale + MT * 64;      // two, taken in turn; so are group_m and walk_m
+  static constexpr int p_lines = MT == 4 ? 32 : MT * 16;
+  static constexpr int p = q + MT * 16 * ROW_BYTES;     // probabilities, of two tiles in turn; so are rescale, unit_m and maxima
+  static constexpr int rescale = p + 2 * p_lines * 128;
+  static constexpr int unit_m = rescale + 2 * MT * 64;
   static constexpr int maxima = unit_m + 2 * MT * 64;
-  static constexpr int bases = maxima + (MT == 4 ? 512 : 256);
+  static constexpr int maxima_bytes = MT == 4 ? 512 : 256;
+  static constexpr int bases = maxima + 2 * maxima_bytes;
   static constexpr int group_m = bases + MT * 64;
-  static constexpr int walk_m = group_m + (WALK ? 2 * MT * 64 : 0);
-  static constexpr int slots = walk_m + (WALK ? 2 * MT * 64 : 0);
-  static constexpr int work = slots + TILE * 4;
-  static constexpr int end = work + 48;
+  static constexpr int walk_m = group_m + (WALK ? MT * 64 : 0);
+  static constexpr int work = walk_m + (WALK ? MT * 64 : 0);
+  static constexpr int end = work + 64;
+  static constexpr int slots = maxima;                  // of a node's own keys; used before maxima are
 };
 #ifdef SHARED_BYTES
 static_assert(Place::end == SHARED_BYTES, "the launcher computes another size of shared memory");
 #endif
 
-// Registers of a thread of either role, together no more than the block was given, where values need more than their share.
+// Of a thread: values need more than their share. Together no more than the block was given.
 constexpr int SCORE_REGISTERS = 120, VALUE_REGISTERS = 192;
 constexpr bool SHIFT = VALUE_WARPS == 8 && BLOCKS == 1;
 static_assert(SCORE_THREADS * SCORE_REGISTERS + VALUE_THREADS * VALUE_REGISTERS <= 168 * THREADS || !SHIFT, "more registers than a block has");
 
 __device__ __forceinline__ void everybody() { bar_sync<0, THREADS>(); }
+__device__ __forceinline__ int turned(int row) { return (row & 1) << 2 | (row >> 1 & 3); }
 template <class T> __device__ __forceinline__ T* shared_at(int offset) { return reinterpret_cast<T*>(raw + offset); }
 
 struct Inputs {
@@ -75,35 +83,62 @@ struct __align__(16) Work {
   int kind, begin, end, count;          // positions of its keys; how many of a tile's 64 count
   long long part, spare;                // as in Job; of a node's own keys in the other partials
   int step, next;                       // next: the job that this block does after this one
-  int unused[2];
+  u64 latents[2];                       // mbarriers
+  // Tiles that are announced to score warps: at first those before `end` that have room, later those there are.
+  __device__ __forceinline__ int announced(int tiles) const { return max(tiles, min((end - begin) / TILE, HALVES / 2)); }
 };
+static_assert(sizeof(Work) == 64, "its place");
+
+// The mbarrier of a block's n-th tile, counted over all its jobs.
+__device__ __forceinline__ u32 latents_of(int n) { return shared_address(raw + Place::work) + 40 + (n & 1) * 8; }
+
+// Where this lane's fragment of tile t of lines, step k, of the probabilities is, of a tile of keys with turn 0 or 1 whose upper half
+// is in slot `high`. Lines from 32 on are in the rotary columns of that half: its scores are done.
+__device__ __forceinline__ u32 p_at(int t, int k, int turn, int high) {
+  const u32 at = shared_address(raw), lane = threadIdx.x & 31;
+  if (MT < 4 || t < 2) return at + Place::p + turn * Place::p_lines * 128 + (t * 4 + k) * 512 + lane * 16;
+  return at + high * HALF_BYTES + (((t - 2) * 4 + k) * 4 + (lane >> 3)) * ROW_BYTES + LATENT * 2 + (lane & 7) * 16;
+}
+static_assert(MT < 4 || (ROPE == 64 && LATENT % 64 == 0), "probabilities fit the rotary columns");
+
 
 // The tile from position k is the last of its unit, or of the job.
 __device__ __forceinline__ bool unit_ends(int k, bool last) { return last || ((k + TILE) & (size_at(k, UNIT) - 1)) == 0; }
 
 // ------------------------------------------------------------------------------------------------- scores
+constexpr float SLACK = 8.f;                           // a maximum moves when it is outgrown by a factor of 256: seldom
+
 // Score warps: LINE_GROUPS by lines, KEY_GROUPS by keys. Each forms LINES16 tiles of lines x KEYS8 tiles of keys.
 template <int M> struct Split {
   static constexpr int LINE_GROUPS = M == 1 ? 1 : 2, KEY_GROUPS = SCORE_WARPS / LINE_GROUPS;
   static constexpr int LINES16 = M / LINE_GROUPS, KEYS8 = 8 / KEY_GROUPS;
-  static constexpr int AHEAD = M == 4 ? 2 : M == 2 ? 3 : 4;    // steps whose fragments are loaded before they are needed
+  static constexpr int AHEAD = M == 4 ? 1 : 2;                 // pairs of steps whose fragments are loaded before they are needed
 };
 
-template <int M> struct Step {
+// Fragments of two steps: of 32 columns, each lane has 8 of its line and of its key. The first four are one step, the others one.
+template <int M> struct Pair {
   using S = Split<M>;
-  u32 a[S::LINES16][4], b[S::KEYS8 / 2][4];
-  __device__ __forceinline__ void load(int s, u32 qa, u32 ka) {
-    const u32 turn = (2 * s & 7) << 4, piece = (s >> 2) * 128;
-#pragma unroll
-    for (int n = 0; n < S::KEYS8 / 2; n++) ldmatrix4(b[n], (ka ^ turn) + piece + n * 16 * ROW_BYTES);
-#pragma unroll
-    for (int t = 0; t < S::LINES16; t++) ldmatrix4(a[t], (qa ^ turn) + piece + t * 16 * ROW_BYTES);
+  u32 a[S::LINES16][2][4], b[S::KEYS8][4];                    // of lines: by step
+  __device__ __forceinline__ static void load16(u32 (&to)[4], u32 at) {
+    const uint4 v = shared_load16(at);
+    to[0] = v.x; to[1] = v.y; to[2] = v.z; to[3] = v.w;
   }
-  __device__ __forceinline__ void multiply(float (&x)[S::LINES16][S::KEYS8][4]) const {
+  __device__ __forceinline__ void load(int i, u32 qa, u32 ka) {
+    const u32 turn = (i & 1) << 6, piece = (i >> 1) * 128;
+#pragma unroll
+    for (int n = 0; n < S::KEYS8; n++) load16(b[n], (ka ^ turn) + piece + n * 8 * ROW_BYTES);
 #pragma unroll
     for (int t = 0; t < S::LINES16; t++)
 #pragma unroll
-      for (int n = 0; n < S::KEYS8; n++) mma(x[t][n], a[t], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+      for (int e = 0; e < 2; e++) load16(a[t][e], qa + ((t * PAIRS + i) * 2 + e) * 512);
+  }
+  __device__ __forceinline__ void multiply(float (&x)[2][S::LINES16][S::KEYS8][4]) const {
+#pragma unroll
+    for (int e = 0; e < 2; e++)
+#pragma unroll
+      for (int t = 0; t < S::LINES16; t++)
+#pragma unroll
+        for (int n = 0; n < S::KEYS8; n++) mma(x[e][t][n], a[t][e], b[n][e * 2], b[n][e * 2 + 1]);
   }
 };
 
@@ -117,13 +152,13 @@ __device__ __forceinline__ void products(float (&s)[Split<M>::LINES16][Split<M>:
     for (int t = 0; t < S::LINES16; t++)
 #pragma unroll
       for (int n = 0; n < S::KEYS8; n++) x[e][t][n][0] = x[e][t][n][1] = x[e][t][n][2] = x[e][t][n][3] = 0.f;
-  Step<M> f[S::AHEAD + 1];
+  Pair<M> f[S::AHEAD + 1];
 #pragma unroll
   for (int k = 0; k < S::AHEAD; k++) f[k].load(k, qa, ka);
 #pragma unroll
-  for (int k = 0; k < STEPS; k++) {
-    if (k + S::AHEAD < STEPS) f[(k + S::AHEAD) % (S::AHEAD + 1)].load(k + S::AHEAD, qa, ka);
-    f[k % (S::AHEAD + 1)].multiply(x[k % 2]);
+  for (int k = 0; k < PAIRS; k++) {
+    if (k + S::AHEAD < PAIRS) f[(k + S::AHEAD) % (S::AHEAD + 1)].load(k + S::AHEAD, qa, ka);
+    f[k % (S::AHEAD + 1)].multiply(x);
   }
 #pragma unroll
   for (int t = 0; t < S::LINES16; t++)
@@ -134,15 +169,13 @@ __device__ __forceinline__ void products(float (&s)[Split<M>::LINES16][Split<M>:
 }
 
 // A lane has, of each tile of 16 lines, lines g and g + 8, columns q2 and q2 + 1 of each n8 tile.
-template <int M> __device__ __forceinline__ void score_role(int begin, int tiles, int count, float scale) {
+template <int M> __device__ __forceinline__ void score_role(int begin, int tiles, int count, float scale, int past) {
   using S = Split<M>;
-  const int warp = threadIdx.x >> 5, L = threadIdx.x & 31, g = L >> 2, q2 = (L & 3) * 2, x = L & 7;
+  const int warp = threadIdx.x >> 5, L = threadIdx.x & 31, g = L >> 2, q2 = (L & 3) * 2, chunk = (L & 3) ^ turned(g);
   const int lines = warp / S::KEY_GROUPS, group = warp % S::KEY_GROUPS;
   const int line0 = lines * S::LINES16 * 16 + g, key0 = group * S::KEYS8 * 8;
-  float *maxima = shared_at<float>(Place::maxima), *rescales = shared_at<float>(Place::rescale);
-  const u32 qa = shared_address(raw + Place::q) + (lines * S::LINES16 * 16 + (L & 15)) * ROW_BYTES + (((L >> 4) ^ x) << 4);
-  const u32 ka = shared_address(raw) + ((key0 & 31) + (L & 7) + ((L >> 4) << 3)) * ROW_BYTES + ((((L >> 3) & 1) ^ x) << 4);
-  const int high = key0 >> 5;                                 // in which half of a tile its keys are
+  const u32 qa = shared_address(raw + Place::q) + lines * S::LINES16 * PAIRS * 1024 + L * 16;
+  const u32 ka = shared_address(raw) + ((key0 & 31) + g) * ROW_BYTES + (chunk << 4);
   int bases[S::LINES16][2];
   float m[S::LINES16][2];
 #pragma unroll
@@ -152,13 +185,14 @@ template <int M> __device__ __forceinline__ void score_role(int begin, int tiles
       bases[t][h] = shared_at<int>(Place::bases)[line0 + t * 16 + h * 8];
       m[t][h] = minus_infinity();
     }
-  int slot = high, turn = 0;
+  int slot = 0, unit_turn = 0;
   for (int i = 0; i < tiles; i++) {
-    bar_sync<LATENTS, THREADS>();
+    const int turn = i & 1, high = slot + 1 >= HALVES ? 0 : slot + 1;
+    mbarrier_wait(latents_of(past + i), (past + i) >> 1 & 1);
     float s[S::LINES16][S::KEYS8][4];
-    products<M>(s, qa, ka + slot * HALF_BYTES);
-    slot += 2;
-    if (slot >= HALVES) slot -= HALVES;
+    products<M>(s, qa, ka + (key0 >> 5 ? high : slot) * HALF_BYTES);
+    slot = high + 1 >= HALVES ? 0 : high + 1;
+    float* maxima = shared_at<float>(Place::maxima + turn * Place::maxima_bytes);
 #pragma unroll
     for (int t = 0; t < S::LINES16; t++)
 #pragma unroll
@@ -177,7 +211,7 @@ template <int M> __device__ __forceinline__ void score_role(int begin, int tiles
         most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
         if (q2 == 0) maxima[group * M * 16 + line0 + t * 16 + h * 8] = most;
       }
-    if (lines == 0) bar_sync<LINES, S::KEY_GROUPS * 32>(); else bar_sync<LINES + 1, S::KEY_GROUPS * 32>();   // next written after LATENTS, so after all have read
+    bar_sync<SCORES, SCORE_THREADS>();                        // also: all have their scores, rotary columns are free
     u32 p[S::LINES16][2][S::KEYS8];
     float rescale[S::LINES16][2];
 #pragma unroll
@@ -188,32 +222,36 @@ template <int M> __device__ __forceinline__ void score_role(int begin, int tiles
         float now = old;
 #pragma unroll
         for (int k = 0; k < S::KEY_GROUPS; k++) now = fmaxf(now, maxima[k * M * 16 + line0 + t * 16 + h * 8]);
-        const float safe = now == minus_infinity() ? 0.f : now;                              // a line that is off
+        if (now <= __fadd_rn(old, SLACK)) now = old;                                          // -inf: both are, a line that is off
+        const float safe = now == minus_infinity() ? 0.f : now;
         rescale[t][h] = old == minus_infinity() ? 1.f : ex2(__fsub_rn(old, safe));           // nothing yet: O is zero
         m[t][h] = now;
 #pragma unroll
         for (int n = 0; n < S::KEYS8; n++)
           p[t][h][n] = pack_bf16(ex2(__fsub_rn(s[t][n][h * 2], safe)), ex2(__fsub_rn(s[t][n][h * 2 + 1], safe)));
       }
-    if (i > 0) bar_sync<TAKEN, THREADS>();
+    if (i > 1) { if (turn) bar_sync<TAKEN + 1, THREADS>(); else bar_sync<TAKEN, THREADS>(); }
     const bool ends = unit_ends(begin + i * TILE, i + 1 == tiles);
-    float* unit_m = shared_at<float>(Place::unit_m) + turn * MT * 16;
+    float* rescales = shared_at<float>(Place::rescale) + turn * MT * 16;
+    float* unit_m = shared_at<float>(Place::unit_m) + unit_turn * MT * 16;
 #pragma unroll
-    for (int t = 0; t < S::LINES16; t++)
+    for (int t = 0; t < S::LINES16; t++) {
+#pragma unroll
+      for (int n = 0; n < S::KEYS8; n += 2)
+        shared_store16(p_at(lines * S::LINES16 + t, (key0 / 8 + n) / 2, turn, high),
+                       make_uint4(p[t][0][n], p[t][1][n], p[t][0][n + 1], p[t][1][n + 1]));
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const int line = line0 + t * 16 + h * 8;
-#pragma unroll
-        for (int n = 0; n < S::KEYS8; n++)
-          *shared_at<u32>(Place::p + line * 128 + (((key0 / 8 + n) ^ g) << 4) + q2 * 2) = p[t][h][n];
         if (group == 0 && q2 == 0) {
           rescales[line] = rescale[t][h];
           if (ends) unit_m[line] = m[t][h];
         }
         if (ends) m[t][h] = minus_infinity();
       }
-    if (ends) turn ^= 1;
-    bar_arrive<PROBABILITIES, THREADS>();
+    }
+    if (ends) unit_turn ^= 1;
+    if (turn) bar_arrive<PROBABILITIES + 1, THREADS>(); else bar_arrive<PROBABILITIES, THREADS>();
   }
 }
 
@@ -257,9 +295,14 @@ struct Copier {
     const int v = threadIdx.x - SCORE_THREADS;
     row = v / 8;
     chunk = v % 8;
-    to = shared_address(raw) + row * ROW_BYTES + ((chunk ^ (row & 7)) << 4);
+    to = shared_address(raw) + row * ROW_BYTES + ((chunk ^ turned(row)) << 4);
   }
   // ROWS_AT_ONCE may not divide 32; 8 rows more are as many times 128 bytes further, at the same swizzle.
+  // This thread's chunk of piece c of a row; zeros beyond the row's end, which scores read too.
+  __device__ __forceinline__ void copy(int c, bool have, u32 to, const bf16* from) const {
+    if (CHUNKS % 8 == 0 || c < PIECES - 1) copy16_or_zero(have, to, from);
+    else copy16_or_zero(have && c * 8 + chunk < CHUNKS, to, c * 8 + chunk < CHUNKS ? from : cache);
+  }
   template <class F> __device__ __forceinline__ void rows(int all, F f) const {
     constexpr int AT_ONCE = VALUE_THREADS / 8;
     static_assert(AT_ONCE % 8 == 0, "the swizzle of a thread's rows is the same");
@@ -267,25 +310,39 @@ struct Copier {
     for (int r = 0; r < (all + AT_ONCE - 1) / AT_ONCE; r++)
       if (all % AT_ONCE == 0 || row + r * AT_ONCE < all) f(row + r * AT_ONCE, to + r * AT_ONCE * ROW_BYTES);
   }
+  __device__ __forceinline__ void announce(int n) const { copy_arrive(latents_of(n)); }   // when all copies so far are done
   __device__ __forceinline__ int page(int k) const { return table[k / TILE]; }
   __device__ __forceinline__ void half(int page, int k, int slot) const {              // 32 keys from position k
     const bf16* from = cache + ((size_t)page * TILE + k % TILE) * WIDTH + chunk * 8;
     rows(32, [&](int r, u32 at) {
 #pragma unroll
       for (int c = 0; c < PIECES; c++)
-        if (CHUNKS % 8 == 0 || c * 8 + chunk < CHUNKS) copy16(at + slot * HALF_BYTES + c * 128, from + (size_t)r * WIDTH + c * 64);
+        copy(c, true, at + slot * HALF_BYTES + c * 128, from + (size_t)r * WIDTH + c * 64);
     });
   }
+  // Queries as fragments: a lane's 8 columns of lines g and g + 8 make one fragment of either step.
   template <int M> __device__ __forceinline__ void queries(const Inputs& in, size_t line, int live) const {
-    rows(M * 16, [&](int r, u32 at) {
-      const size_t x = line + (r < live ? r : 0);
+    constexpr int EACH = (M * PAIRS * 32 + VALUE_THREADS - 1) / VALUE_THREADS;
+    uint4 v[EACH][2];
 #pragma unroll
-      for (int c = 0; c < PIECES; c++) {
-        const int k = c * 8 + chunk;
-        const bf16* from = k < LATENT / 8 ? in.q + x * LATENT + k * 8 : in.q_pe + x * in.pe_stride + (k - LATENT / 8) * 8;
-        if (CHUNKS % 8 == 0 || k < CHUNKS) copy16_or_zero(r < live, at + Place::q + c * 128, from);
+    for (int j = 0; j < EACH; j++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int n = j * VALUE_THREADS + row * 8 + chunk, pair = n / 32 % PAIRS, r = n / 32 / PAIRS * 16 + h * 8 + n % 32 / 4, k = pair * 4 + n % 4;
+        v[j][h] = make_uint4(0, 0, 0, 0);
+        if (r >= live || (CHUNKS % 4 && k >= CHUNKS)) continue;
+        const size_t x = line + r;
+        v[j][h] = load16(k < LATENT / 8 ? in.q + x * LATENT + k * 8 : in.q_pe + x * in.pe_stride + (k - LATENT / 8) * 8);
       }
-    });
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      const int n = j * VALUE_THREADS + row * 8 + chunk;
+      const u32 at = shared_address(raw + Place::q) + n / 32 * 1024 + n % 32 * 16;
+      const uint4 a = v[j][0], b = v[j][1];
+      if (n >= M * PAIRS * 32) continue;
+      shared_store16(at, make_uint4(a.x, b.x, a.y, b.y));
+      shared_store16(at + 512, make_uint4(a.z, b.z, a.w, b.w));
+    }
   }
   __device__ __forceinline__ void gathered(const int* slots, int count) const {          // one tile; zero from `count` on
 #pragma unroll
@@ -295,20 +352,22 @@ struct Copier {
         const bf16* from = cache + (have ? (size_t)slots[half * 32 + r] * WIDTH : 0) + chunk * 8;
 #pragma unroll
         for (int c = 0; c < PIECES; c++)
-          if (CHUNKS % 8 == 0 || c * 8 + chunk < CHUNKS) copy16_or_zero(have, at + half * HALF_BYTES + c * 128, from + (have ? c * 64 : 0));
+          copy(c, have, at + half * HALF_BYTES + c * 128, from + (have ? c * 64 : 0));
       });
   }
 };
 
-// Two steps of 16 keys: keys 0..31 (HIGH 0) or 32..63 of the tile; `values`: this lane's address in their slot.
-template <int M, int HIGH> __device__ __forceinline__ void weigh(Acc<M>& a, u32 values, u32 p, bool has_l, u32 p_l) {
+// Two steps of 16 keys: keys 0..31 (HIGH 0) or 32..63 of the tile; `values`: this lane's address in their slot; p, p_high: its
+// fragments of tiles 0.. and 2.. of lines of the probabilities; p_l: of tile `warp`, in warps that have l.
+template <int M, int HIGH> __device__ __forceinline__ void weigh(Acc<M>& a, u32 values, u32 p, u32 p_high, bool has_l, u32 p_l) {
   constexpr u32 ONES = 0x3f803f80u;
+  constexpr int APART = 4 * ROW_BYTES;                        // of fragments in rotary columns; the others are 512 bytes apart
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    const u32 turn = (HIGH * 2 + k) << 5;
+    constexpr int K = HIGH * 2;
     u32 f[M][4];
 #pragma unroll
-    for (int t = 0; t < M; t++) ldmatrix4(f[t], (p ^ turn) + t * 16 * 128);
+    for (int t = 0; t < M; t++) Pair<M>::load16(f[t], t < 2 ? p + (t * 4 + K + k) * 512 : p_high + ((t - 2) * 4 + K + k) * APART);
 #pragma unroll
     for (int n = 0; n < COLS; n += 2) {
       u32 r[4];
@@ -318,15 +377,15 @@ template <int M, int HIGH> __device__ __forceinline__ void weigh(Acc<M>& a, u32 
     }
     if (has_l) {
       u32 w[4];
-      ldmatrix4(w, p_l ^ turn);
+      Pair<M>::load16(w, p_l + (K + k) * (value_lane().warp < 2 ? 512 : APART));
       mma(a.l, w, ONES, ONES);
     }
   }
 }
 
-template <int M> __device__ __forceinline__ void rescale(Acc<M>& a) {
+template <int M> __device__ __forceinline__ void rescale(Acc<M>& a, int turn) {
   const Lane i = value_lane();
-  const float* rescales = shared_at<float>(Place::rescale);
+  const float* rescales = shared_at<float>(Place::rescale) + turn * MT * 16;
   float r[M][2];
   bool same = true;
 #pragma unroll
@@ -348,40 +407,39 @@ template <int M> __device__ __forceinline__ void rescale(Acc<M>& a) {
     for (int j = 0; j < 4; j++) a.l[j] = __fmul_rn(a.l[j], rescales[i.warp * 16 + (j >> 1) * 8 + i.g]);
 }
 
-template <int M> __device__ __forceinline__ void value_role(int begin, int tiles, bool shared, const Copier& copier, const Outputs& out) {
+template <int M>
+__device__ __forceinline__ void value_role(int begin, int tiles, const Copier& copier, const Outputs& out, int past) {
   const Lane i = value_lane();
-  const int x = i.lane & 7, hi = i.lane >> 4;
+  const int x = turned(i.lane & 7), hi = i.lane >> 4, end = begin + tiles * TILE;
   const u32 values = shared_address(raw) + (i.lane & 15) * ROW_BYTES + (((i.warp * COLS + hi) ^ x) << 4);
-  const u32 p = shared_address(raw + Place::p) + (i.lane & 15) * 128 + ((hi ^ x) << 4);
   const bool has_l = i.warp < M;
-  const u32 p_l = p + (has_l ? i.warp : 0) * 16 * 128;
-  const int end = begin + tiles * TILE;
   Acc<M> a;
   Emitter<M> emitter(out);
-  if (shared) copy_wait<HALVES - 2>(); else copy_wait<0>();
-  bar_arrive<LATENTS, THREADS>();
-  int slot = 0;
+  int slot = 0, n = 0;
   for (int unit = begin, next; unit < end; unit = next) {
     next = min(end, unit + size_at(unit, UNIT));
     a.clear();
-    for (int tile = unit; tile < next; tile += TILE) {
-      const bool more = tile + TILE < end;
-      const int k = tile + HALVES * 32;                       // the next half to copy
+    for (int tile = unit; tile < next; tile += TILE, n++) {
+      const int k = tile + HALVES * 32, turn = n & 1, other = slot + 1 >= HALVES ? 0 : slot + 1;   // k: the next half to copy
       int low_page = 0, high_page = 0;
-      if (shared && k < end) low_page = copier.page(k);
-      if (shared && k + 32 < end) high_page = copier.page(k + 32);
-      bar_sync<PROBABILITIES, THREADS>();
-      if (HALVES >= 4 && more) { copy_wait<HALVES >= 4 ? HALVES - 4 : 0>(); bar_arrive<LATENTS, THREADS>(); }
-      const int other = slot + 1 >= HALVES ? 0 : slot + 1;
-      rescale<M>(a);
-      weigh<M, 0>(a, values + slot * HALF_BYTES, p, has_l, p_l);
-      if (k < end) { bar_sync<VALUES, VALUE_THREADS>(); copier.half(low_page, k, slot); }
-      copy_commit();
-      weigh<M, 1>(a, values + other * HALF_BYTES, p, has_l, p_l);
-      if (more) bar_arrive<TAKEN, THREADS>();
-      if (k + 32 < end) { bar_sync<VALUES, VALUE_THREADS>(); copier.half(high_page, k + 32, other); }
-      copy_commit();
-      if (HALVES == 2 && more) { copy_wait<0>(); bar_arrive<LATENTS, THREADS>(); }
+      if (k < end) low_page = copier.page(k);
+      if (k + 32 < end) high_page = copier.page(k + 32);
+      if (turn) bar_sync<PROBABILITIES + 1, THREADS>(); else bar_sync<PROBABILITIES, THREADS>();
+      const u32 p = p_at(0, 0, turn, other), p_high = M == 4 ? p_at(2, 0, turn, other) : 0, p_l = p_at(has_l ? i.warp : 0, 0, turn, other);
+      rescale<M>(a, turn);
+      weigh<M, 0>(a, values + slot * HALF_BYTES, p, p_high, has_l, p_l);
+      if (k < end) {
+        bar_sync<VALUES, VALUE_THREADS>();
+        copier.half(low_page, k, slot);
+        if (HALVES % 2 == 1) copier.announce(past + n + HALVES / 2);
+      }
+      weigh<M, 1>(a, values + other * HALF_BYTES, p, p_high, has_l, p_l);
+      if (tile + 2 * TILE < end) { if (turn) bar_arrive<TAKEN + 1, THREADS>(); else bar_arrive<TAKEN, THREADS>(); }
+      if (k + 32 < end) {
+        bar_sync<VALUES, VALUE_THREADS>();
+        copier.half(high_page, k + 32, other);
+        if (HALVES % 2 == 0) copier.announce(past + n + HALVES / 2);
+      }
       slot = other + 1 >= HALVES ? 0 : other + 1;
     }
     emitter.take(a, unit, next, next == end);
@@ -417,7 +475,8 @@ template <int M> __device__ __forceinline__ int tiles_of(const Work& work) {
   return (min(end, work.end) - work.begin) / TILE;
 }
 
-template <int M> __device__ __forceinline__ void score_job(const Job& job, const Inputs& in, int next) {
+// past: tiles announced in earlier jobs; the return value with this one's.
+template <int M> __device__ __forceinline__ int score_job(const Job& job, const Inputs& in, int next, int past) {
   int* bases = shared_at<int>(Place::bases);
   for (int r = threadIdx.x; r < M * 16; r += SCORE_THREADS)
     bases[r] = r >= job.live ? 0 : job.kind == OWN_KEYS ? WHOLE
@@ -425,14 +484,15 @@ template <int M> __device__ __forceinline__ void score_job(const Job& job, const
   everybody();
   Work& work = *shared_at<Work>(Place::work);
   if (threadIdx.x == 0) work.next = next;                     // all have read the last one
-  score_role<M>(work.begin, tiles_of<M>(work), work.count, in.scale);
+  const int tiles = tiles_of<M>(work);
+  score_role<M>(work.begin, tiles, work.count, in.scale, past);
+  return past + work.announced(tiles);
 }
 
-template <int M> __device__ __forceinline__ void value_job(const Job& job, const Inputs& in, const Outputs& out) {
+template <int M> __device__ __forceinline__ int value_job(const Job& job, const Inputs& in, const Outputs& out, int past) {
   const bool first = threadIdx.x == SCORE_THREADS;
   Work& work = *shared_at<Work>(Place::work);
   const Copier copier(in, job.row);
-  copier.queries<M>(in, (size_t)job.token * in.heads + job.first, job.live);
   if (job.kind == OWN_KEYS) {
     const int p = job.length + depth_of(in.masks, in.words, job.token), from = base_of(p) + TILE * job.begin, count = min(TILE, p + 1 - from);
     if (first) {
@@ -443,7 +503,7 @@ template <int M> __device__ __forceinline__ void value_job(const Job& job, const
     own_slots(job, in, copier, from, slots);
     bar_sync<VALUES, VALUE_THREADS>();
     copier.gathered(slots, count);
-    copy_commit();
+    copier.announce(past);
   } else {
     if (first) {
       work.kind = SHARED_KEYS; work.begin = job.begin; work.end = job.end; work.count = TILE; work.step = job.step;
@@ -452,22 +512,24 @@ template <int M> __device__ __forceinline__ void value_job(const Job& job, const
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
       const int k = job.begin + h * 32;
-      if (k < job.end) copier.half(copier.page(k), k, h);
-      copy_commit();
+      if (k >= job.end) break;
+      copier.half(copier.page(k), k, h);
+      if (h % 2) copier.announce(past + h / 2);
     }
   }
+  copier.queries<M>(in, (size_t)job.token * in.heads + job.first, job.live);
   everybody();
   const int tiles = tiles_of<M>(work);
-  if (tiles > 0) value_role<M>(work.begin, tiles, work.kind == SHARED_KEYS, copier, out);
+  if (tiles > 0) value_role<M>(work.begin, tiles, copier, out, past);
+  copy_commit();
   copy_wait<0>();
+  return past + work.announced(tiles);
 }
 
 // Blocks take jobs in order, as they become free. A job has as many tiles of lines as it needs.
-template <class F4, class F2, class F1> __device__ __forceinline__ void by_lines(int live, F4 four, F2 two, F1 one) {
+template <class F4, class F2, class F1> __device__ __forceinline__ int by_lines(int live, F4 four, F2 two, F1 one) {
   const int tiles = (live + 15) / 16;
-  if (MT == 4 && tiles > 2) four();
-  else if (MT >= 2 && tiles == 2) two();
-  else one();
+  return MT == 4 && tiles > 2 ? four() : MT >= 2 && tiles == 2 ? two() : one();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) mla_attend(
@@ -480,12 +542,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) mla_attend(
   Job job = jobs[blockIdx.x];                                  // there is room for it, whether or not it is one
   const int total = head->jobs, blocks = gridDim.x;
   const Work& work = *shared_at<Work>(Place::work);
+  if (threadIdx.x == 0) { mbarrier_begin(latents_of(0), VALUE_THREADS); mbarrier_begin(latents_of(1), VALUE_THREADS); }
+  everybody();
+  int past = 0;
   if (threadIdx.x < SCORE_THREADS) {
     if (SHIFT) give_registers<SCORE_REGISTERS>();
     for (int j = blockIdx.x; j < total;) {
       int next = total;
       if (total > blocks && threadIdx.x == 0) next = blocks + (int)atomicAdd(&head->next, 1u);
-      by_lines(job.live, [&]() { score_job<M4>(job, in, next); }, [&]() { score_job<M2>(job, in, next); }, [&]() { score_job<1>(job, in, next); });
+      past = by_lines(job.live, [&]() { return score_job<M4>(job, in, next, past); }, [&]() { return score_job<M2>(job, in, next, past); },
+                      [&]() { return score_job<1>(job, in, next, past); });
       everybody();                                             // the next job writes the same shared memory
       j = work.next;
       if (j < total) job = jobs[j];
@@ -495,7 +561,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) mla_attend(
     if (SHIFT) take_registers<VALUE_REGISTERS>();
     const Outputs out{{o, ml}, {own_o, own_ml}};
     for (int j = blockIdx.x; j < total;) {
-      by_lines(job.live, [&]() { value_job<M4>(job, in, out); }, [&]() { value_job<M2>(job, in, out); }, [&]() { value_job<1>(job, in, out); });
+      past = by_lines(job.live, [&]() { return value_job<M4>(job, in, out, past); }, [&]() { return value_job<M2>(job, in, out, past); },
+                      [&]() { return value_job<1>(job, in, out, past); });
       everybody();
       j = work.next;
       if (j < total) job = jobs[j];

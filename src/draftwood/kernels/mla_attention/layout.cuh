@@ -9,7 +9,8 @@
 //  - The keys base(p)..p, at most 128 and ancestors among them, are gathered in position order into two tiles; each is a
 //    partial, the second folded into the first. This is the node's last group.
 //  - Groups are folded from the left.
-//  - A score is the sum over even 16-column steps plus the sum over odd ones. l is one more column of O, of values one.
+//  - A score is the sum of two chains of mma steps, each over half of every 32 columns (attend.cu, Pair). A unit's maximum moves when a tile's is larger by
+//    more than SLACK (attend.cu). l is one more column of O, of values one.
 // Not part of the law: which block computes what (MT, HALVES, WALK, job sizes), the number of blocks, pages, rows.
 #pragma once
 #ifdef EMULATION
@@ -31,7 +32,7 @@
 #define PER 4
 #endif
 #ifndef GROW1
-#define GROW1 4096
+#define GROW1 2048
 #endif
 #ifndef GROW2
 #define GROW2 8192
@@ -88,6 +89,12 @@ extern __shared__ __align__(128) unsigned char raw[];
 // A barrier of some of the block's warps: threads that wait in it and threads that only arrive count alike.
 template <int ID, int COUNT> __device__ __forceinline__ void bar_sync() { asm volatile("bar.sync %0,%1;" ::"n"(ID), "n"(COUNT) : "memory"); }
 template <int ID, int COUNT> __device__ __forceinline__ void bar_arrive() { asm volatile("bar.arrive %0,%1;" ::"n"(ID), "n"(COUNT) : "memory"); }
+// An mbarrier: so many threads arrive in each of its phases. copy_arrive: this thread, once its copies so far are done.
+__device__ __forceinline__ void mbarrier_begin(u32 at, int threads) { asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(at), "r"(threads) : "memory"); }
+__device__ __forceinline__ void copy_arrive(u32 at) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory"); }
+__device__ __forceinline__ void mbarrier_wait(u32 at, int parity) {      // until the phase with this parity is complete
+  asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p,[%0],%1; @!p bra again; }" ::"r"(at), "r"(parity) : "memory");
+}
 // Warps of this role need only so many registers, or take so many; whole groups of four warps.
 template <int N> __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }

@@ -24,7 +24,7 @@ class Law:
 
     unit: int = 128
     per: int = 4
-    grow: tuple[int, int, int] = (4096, 8192, 32768)
+    grow: tuple[int, int, int] = (2048, 8192, 32768)
 
     def pieces(self, context: int, size: int) -> int:
         """Return how many units (size `unit`) or groups (`unit * per`) hold `context` keys."""
@@ -57,8 +57,8 @@ class Shape:
     def shared_bytes(self, width: int) -> int:
         """Dynamic shared memory of a block (the sum in attend.cu, which checks it)."""
         row, lines = -(-width * 2 // 128) * 128, self.tiles * 16
-        total = (self.halves * 32 + lines) * row + lines * (128 + 4 + 8 + 4)
-        return total + (512 if self.tiles == 4 else 256) + PAGE * 4 + 48 + (lines * 16 if self.walk else 0)
+        total = (self.halves * 32 + lines) * row + 2 * min(lines, 32) * 128 + lines * (8 + 8 + 4 + (8 if self.walk else 0))
+        return total + 2 * (512 if self.tiles == 4 else 256) + 64
 
     def macros(self, latent: int, rope: int, law: Law) -> dict[str, int]:
         """Return the macros of attend.cu."""
@@ -76,34 +76,38 @@ LARGE = ("sm_90a", "sm_100a", "sm_103a")
 SHAPES: dict[str, Shape] = {
     "u1": Shape(1, 5, archs=LARGE),
     "u1s": Shape(1, 2),
-    "u1d": Shape(1, 2, blocks=2, spill=192, archs=LARGE),
     "g1": Shape(1, 5, walk=True, archs=LARGE),
     "g1s": Shape(1, 2, walk=True),
-    "u2": Shape(2, 5, spill=128, archs=LARGE),
-    "g2": Shape(2, 5, walk=True, spill=1152, archs=LARGE),
-    "u4": Shape(4, 4, spill=768, archs=LARGE),
-    "g4": Shape(4, 4, walk=True, spill=5120, archs=LARGE),
+    "u2": Shape(2, 5, spill=256, archs=LARGE),
+    "g2": Shape(2, 5, walk=True, spill=2048, archs=LARGE),
+    "u4": Shape(4, 4, spill=1024, archs=LARGE),
+    "g4": Shape(4, 4, walk=True, spill=8192, archs=LARGE),
 }
 """u: partial results of units; g: of groups, or whole rows. Then tiles of 16 lines; s: little shared memory."""
 NARROW = Shape(1, 2)
 """For latents narrower than 512 (the bundled nano model's 96)."""
 
 
-FEW_BYTES = 128 << 20
-"""Of partial results: more are written and read again at a cost, so blocks fold units themselves."""
+MOST_BYTES = 1 << 30
+"""Of partial results of units; beyond it blocks fold units themselves, at some cost."""
 
 
 def choose(rows: int, nodes: int, heads: int, context: int, arch: str) -> str:
-    """Return the name of the shape for a bucket's capacities: larger blocks as lines and keys grow."""
+    """Return the name of the shape for a bucket's capacities, as measured on one H200: larger blocks as lines and keys grow."""
     lines = nodes * heads
-    few = rows * lines * LAW.pieces(context, LAW.unit) * 2056 <= FEW_BYTES
+    work = rows * lines * context
+    fits = rows * lines * LAW.pieces(context, LAW.unit) * 2056 <= MOST_BYTES
     if arch == "sm_120a":
-        return "u1s" if few else "g1s"
+        return "u1s" if work <= 8 << 20 else "g1s"
     if lines <= 16:
-        return "u1" if few else "g1"
-    if rows * lines * context <= 1 << 20:
-        return "u1"
-    return "g2" if lines <= 640 else "g4"
+        return "u1" if rows < 32 and fits else "g1"
+    if work <= 9 << 18:
+        return "u1" if work <= 1 << 18 else "u2"
+    if rows >= 8 and lines <= 640:
+        return "g2"
+    if lines <= 96:
+        return "g1" if work <= 4 << 20 else "g2"
+    return "u4" if fits else "g4"
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,7 @@ from draftwood.kernels.case import read_peak, time_graph
 from draftwood.kernels.mla_attention import bench, op, scenario
 from draftwood.kernels.mla_attention.scenario import attend, reference, same
 
-LAWS = [
-    op.LAW,
-    op.Law(128, 4, (4096, 32768, 65536)),
-    op.Law(128, 4, (2048, 8192, 32768)),
-    op.Law(128, 8, (4096, 8192, 32768)),
-    op.Law(256, 4, (4096, 16384, 65536)),
-]
+LAWS = [op.LAW, op.Law(128, 4, (4096, 32768, 65536)), op.Law(128, 8, (4096, 8192, 32768)), op.Law(256, 4, (4096, 16384, 65536))]
 CHECKED = [(8, 2500, 9, "near"), (64, 2049, 33, "wide"), (64, 63, 65, "chain"), (8, 1090, 65, "near"), (64, 0, 9, "wide")]
 """(heads, length, nodes, kind of tree)"""
 

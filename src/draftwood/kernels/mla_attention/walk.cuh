@@ -6,7 +6,7 @@
 template <int M> struct Emitter {
   static constexpr bool IN_REGISTERS = M <= 2;
   const Outputs& outputs;
-  int turn = 0, group_turn = 0, walk_turn = 0;                 // which of two places of maxima is current
+  int turn = 0;                                                // which of two places of a unit's maxima is current
   int done = 0;                                                // lines' partials written, in steps
   float4 o[WALK && IN_REGISTERS ? M * COLS : 1];               // of the group: tile, h, pair of column tiles
   float l[2], walk_l[2];                                       // of lines g, g + 8 of tile `warp`, in warps below M
@@ -19,8 +19,8 @@ template <int M> struct Emitter {
   __device__ __forceinline__ size_t spare() const { return work().spare + done; }
 
   __device__ __forceinline__ static const int* bases() { return shared_at<int>(Place::bases); }
-  __device__ __forceinline__ static float* group_m(int t) { return shared_at<float>(Place::group_m) + t * MT * 16; }
-  __device__ __forceinline__ static float* walk_m(int t) { return shared_at<float>(Place::walk_m) + t * MT * 16; }
+  __device__ __forceinline__ static float* group_m() { return shared_at<float>(Place::group_m); }
+  __device__ __forceinline__ static float* walk_m() { return shared_at<float>(Place::walk_m); }
   __device__ __forceinline__ const float* unit_m() const { return shared_at<float>(Place::unit_m) + turn * MT * 16; }
   __device__ __forceinline__ static int index(int t, int h, int n) { return (t * 2 + h) * (COLS / 2) + n; }
 
@@ -78,21 +78,21 @@ template <int M> struct Emitter {
           else if (on) *place_of(outputs.shared, spare + line, n) = a.at(t, h, n);
         }
       }
+    bar_sync<VALUES, VALUE_THREADS>();                         // all have read the last ones, in add or join
     if (i.warp < M)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const int line = i.warp * 16 + h * 8 + i.g;
         l[h] = a.l[h * 2];
-        if (i.q == 0) group_m(group_turn ^ 1)[line] = unit_m()[line];
+        if (i.q == 0) group_m()[line] = unit_m()[line];        // read by others after the next tile's barriers
       }
-    group_turn ^= 1;                                           // read by others after the next tile's barriers
   }
 
   // A later unit.
   __device__ __forceinline__ void add(const Acc<M>& a, int unit) {
     const Lane i = value_lane();
     const size_t spare = this->spare();
-    const float* before = group_m(group_turn);
+    const float* before = group_m();
     float4 v[2][COLS / 2];                                     // of two lines, one ahead
     auto load = [&](int x) {
       const int line = x / 2 * 16 + x % 2 * 8 + i.g;
@@ -118,6 +118,7 @@ template <int M> struct Emitter {
         }
       }
     }
+    bar_sync<VALUES, VALUE_THREADS>();                         // all have read `before`
     if (i.warp < M)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -126,9 +127,9 @@ template <int M> struct Emitter {
         float fa, fb;
         if (unit < bases()[line]) sum = fold_sums(sum, make_float2(unit_m()[line], a.l[h * 2]), fa, fb);
         l[h] = sum.y;
-        if (i.q == 0) group_m(group_turn ^ 1)[line] = sum.x;
+        __syncwarp();                                          // the four lanes of a line have read it
+        if (i.q == 0) group_m()[line] = sum.x;
       }
-    group_turn ^= 1;
   }
 
   // The group is complete.
@@ -150,7 +151,7 @@ template <int M> struct Emitter {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const int line = i.warp * 16 + h * 8 + i.g;
-        if (group < bases()[line]) outputs.shared.ml[part + line] = make_float2(group_m(group_turn)[line], l[h]);
+        if (group < bases()[line]) outputs.shared.ml[part + line] = make_float2(group_m()[line], l[h]);
       }
     done += work().step;
   }
@@ -161,7 +162,7 @@ template <int M> struct Emitter {
     const bool first = group == work().begin;
     const size_t part = this->part(), spare = this->spare();
     bar_sync<VALUES, VALUE_THREADS>();                           // the group's maxima were written just now
-    const float *before = walk_m(walk_turn), *now = group_m(group_turn);
+    const float *before = walk_m(), *now = group_m();
 #pragma unroll
     for (int t = 0; t < M; t++)
 #pragma unroll
@@ -178,6 +179,7 @@ template <int M> struct Emitter {
           *to = v;
         }
       }
+    bar_sync<VALUES, VALUE_THREADS>();
     if (i.warp < M)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -187,12 +189,12 @@ template <int M> struct Emitter {
         const bool on = group < bases()[line];
         if (!first) sum = on ? fold_sums(make_float2(before[line], walk_l[h]), sum, fa, fb) : make_float2(before[line], walk_l[h]);
         walk_l[h] = sum.y;
+        __syncwarp();
         if (i.q == 0) {
-          walk_m(walk_turn ^ 1)[line] = sum.x;
+          walk_m()[line] = sum.x;
           if (on) outputs.shared.ml[part + line] = sum;
         }
       }
-    walk_turn ^= 1;
   }
 #endif
 };

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <vector>
 
 #define __device__
@@ -36,6 +37,8 @@ struct __nv_bfloat162 { bf16 x, y; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct alignas(16) int4 { int x, y, z, w; };
 inline float2 make_float2(float a, float b) { return {a, b}; }
 inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
@@ -116,23 +119,48 @@ inline bool __all_sync(u32, bool v) {
 }
 
 // ---- asynchronous copies arrive either at once or as late as allowed (DEFER in the environment)
-struct Copy { u32 to; const void* from; bool on; };
+struct Copy { u32 to; const void* from; int kind; };          // 0 zeros, 1 copy, 2 a commit, 3 an arrival at mbarrier `to`
 static const bool defer_copies = getenv("DEFER") != nullptr, from_last = getenv("FROM_LAST") != nullptr;
-static std::deque<std::vector<Copy>> waiting[512];            // groups of each thread, the last one still open
-inline void arrive(const Copy& c) { if (c.on) memcpy(raw + c.to, c.from, 16); else memset(raw + c.to, 0, 16); }
-inline void copy16_or_zero(bool on, u32 to, const void* from) {
-  shared_address(raw + to + 15);
-  if (defer_copies) waiting[current].back().push_back({to, from, on}); else arrive({to, from, on});
-}
-inline void copy16(u32 to, const void* from) { copy16_or_zero(true, to, from); }
-inline void copy_commit() { waiting[current].push_back({}); }
-template <int N> void copy_wait() {
-  auto& groups = waiting[current];
-  while ((int)groups.size() - 1 > N) {
-    for (const Copy& c : groups.front()) arrive(c);
-    groups.pop_front();
+static std::deque<Copy> waiting[512];
+struct Phases { int threads, missing, phase; };
+static std::map<u32, Phases> mbarriers;
+inline void arrive(const Copy& c) {
+  if (c.kind == 0) memset(raw + c.to, 0, 16);
+  if (c.kind == 1) memcpy(raw + c.to, c.from, 16);
+  if (c.kind == 3) {
+    Phases& b = mbarriers.at(c.to);
+    if (--b.missing == 0) { b.missing = b.threads; b.phase++; }
   }
 }
+inline void enqueue(const Copy& c) { if (defer_copies) waiting[current].push_back(c); else arrive(c); }
+inline void copy16_or_zero(bool on, u32 to, const void* from) {
+  shared_address(raw + to + 15);
+  enqueue({to, from, on ? 1 : 0});
+}
+inline void copy16(u32 to, const void* from) { copy16_or_zero(true, to, from); }
+inline void copy_commit() { enqueue({0, nullptr, 2}); }
+template <int N> void copy_wait() {
+  static_assert(N == 0, "only waiting for all is emulated");
+  for (const Copy& c : waiting[current]) arrive(c);
+  waiting[current].clear();
+}
+inline void mbarrier_begin(u32 at, int threads) { mbarriers[at] = {threads, threads, 0}; }
+inline void copy_arrive(u32 at) { enqueue({at, nullptr, 3}); }
+inline void mbarrier_wait(u32 at, int parity) {
+  while ((mbarriers.at(at).phase & 1) == parity) {
+    for (auto& w : waiting) {                                 // nothing arrives before it is waited for
+      auto mark = std::find_if(w.begin(), w.end(), [&](const Copy& c) { return c.kind == 3 && c.to == at; });
+      if (mark == w.end()) continue;
+      for (auto c = w.begin(); c != mark + 1; ++c) arrive(*c);
+      w.erase(w.begin(), mark + 1);
+      if ((mbarriers.at(at).phase & 1) != parity) return;
+    }
+    swapcontext(&fibers[current].context, &scheduler);
+  }
+}
+inline uint4 load16(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
+inline uint4 shared_load16(u32 at) { uint4 v; memcpy(&v, raw + at, 16); return v; }
+inline void shared_store16(u32 at, const uint4& v) { memcpy(raw + at, &v, 16); }
 
 // ---- matrix pieces
 inline void ldmatrix(u32 (&r)[4], u32 a, bool trans) {
@@ -171,6 +199,11 @@ inline void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   __syncwarp();
 }
 
+inline void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  d[0] = d[1] = d[2] = d[3] = 0.f;
+  mma(d, a, b0, b1);
+}
+
 inline void fiber_main() {
   body();
   fibers[current].done = true;
@@ -188,7 +221,8 @@ inline void run_block(dim3 block, std::function<void()> f) {
   block_barrier = {};
   for (auto& b : named_barriers) b = {};
   for (auto& b : warp_barriers) b = {};
-  for (auto& w : waiting) { w.clear(); w.push_back({}); }
+  for (auto& w : waiting) w.clear();
+  mbarriers.clear();
   memset(raw, 0xff, sizeof raw);
   for (int i = 0; i < n; i++) {
     getcontext(&fibers[i].context);
