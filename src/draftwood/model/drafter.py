@@ -45,10 +45,13 @@ class Context:
         _, _, capacity, self.kv_heads, self.head_dim = window.keys.shape
         held = [min(n, capacity) for n in window.lengths.tolist()]
         self.window, self.rows, self.size = window, len(held), max(held)
-        self.row = int(window.row_ids[0])
         self.mask: Tensor | None = None
         """[R, 1, 1, size] 0 or -inf; None when every place is real."""
         self._places: Tensor | None = None
+        if self.rows == 1:
+            # One row is a view, made for all layers at once: views one by one cost as much as a small product.
+            row, stores = int(window.row_ids[0]), (window.keys, window.values)
+            self._keys, self._values = (store[:, row, : self.size].transpose(1, 2).unbind() for store in stores)
         if self.rows == 1 or self.size == 0:
             return
         device = window.keys.device
@@ -66,12 +69,12 @@ class Context:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one layer, both [R * kv_heads, size, head_dim]."""
+        if self.rows == 1:
+            return self._keys[index], self._values[index]
         return self._read(self.window.keys[index]), self._read(self.window.values[index])
 
     def _read(self, store: Tensor) -> Tensor:
-        """store [rows_total, capacity, kv_heads, head_dim]; one row is a view, several are gathered in one copy."""
-        if self.rows == 1:
-            return store[self.row, : self.size].transpose(0, 1)
+        """Gather several rows of store [rows_total, capacity, kv_heads, head_dim] in one copy."""
         if self._places is None:
             return store.new_empty(self.rows * self.kv_heads, 0, self.head_dim)
         found = store.view(-1, self.head_dim).index_select(0, self._places)
