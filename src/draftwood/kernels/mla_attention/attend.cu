@@ -11,7 +11,7 @@
 // used up; VALUES: all value warps; SCORES: all score warps. Score warps learn of latents that arrived by an mbarrier.
 // Shared rows are whole 128-byte pieces; within one, 16 bytes c of row r are at c ^ turned(r), so that no access meets a bank twice:
 // of eight rows (ldmatrix of values) nor of half a piece of two (16-byte loads of scores). Scores take their columns in an order in
-// which a lane's 16 bytes are its part of two steps: on Hopper such loads are faster than ldmatrix. Queries and probabilities are
+// which a lane's 16 bytes are its part of two steps: such loads take the place of ldmatrix, for which scores waited. Queries and probabilities are
 // kept as the fragments they are used as.
 #include "layout.cuh"
 
