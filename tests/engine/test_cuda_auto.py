@@ -11,14 +11,15 @@ CPU = torch.device("cpu")
 
 
 def automatic() -> AutoTrees:
-    return AutoTrees(Sizes.make(512, 2, 8, 64, 64), 2, 64, CPU)
+    return AutoTrees(Sizes.make(512, 2, 8, 64, 64), 2, 64, 512, CPU)
 
 
 @pytest.mark.parametrize("nodes", [(2, 5, 9, 17, 33, 65), (2, 5, 8, 8, 8, 8), (2, 5, 9, 17, 33, 32), (2, 5, 4, 4, 3, 65)])
 def test_nodes_of_a_cost_table_always_rise_and_times_never_fall(nodes):
     """Trees may stop growing below their budgets; a division by no nodes at all would make every rate a NaN."""
-    auto, left = automatic(), {1: iter(nodes), 2: iter(nodes)}
-    auto.measure(lambda rows, size: (0.01, rows) if size == 1 else (0.01 + 1e-3 * size, rows * next(left[rows])))
+    auto = automatic()
+    grown = dict(zip(auto.nodes, nodes, strict=True))
+    auto.measure(lambda rows, size, context: (0.01 + 1e-3 * size, rows * grown.get(size, 1)))
     for costs in auto.costs.values():
         totals = costs.totals.tolist()
         assert all(a < b for a, b in zip(totals, totals[1:], strict=False))
@@ -29,7 +30,7 @@ def test_nodes_of_a_cost_table_always_rise_and_times_never_fall(nodes):
 def test_measuring_teaches_nothing_about_acceptance():
     auto = automatic()
 
-    def time(rows: int, size: int) -> tuple[float, int]:
+    def time(rows: int, size: int, context: int) -> tuple[float, int]:
         auto.calibration.predicted.fill_(5)
         auto.calibration.observed.fill_(7)
         auto.calibration.ratio.fill_(1.4)

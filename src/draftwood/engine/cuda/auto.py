@@ -57,7 +57,8 @@ class AutoTrees:
         return Costs(totals, torch.ones(len(self.nodes), device=self._device))
 
     def measure(self, time: Time) -> None:
-        """Time steps of every number of rows that has graphs of its own."""
+        """Time steps of every number of rows that has graphs of its own. What was accepted in them, after texts of nobody, is
+        forgotten."""
         for c, context in enumerate(self.contexts):
             for r, count in enumerate(self.counts):
                 self._plain[c, r] = time(count, 1, context)[0]
@@ -69,6 +70,9 @@ class AutoTrees:
         for totals in self._totals:
             for i in range(1, len(totals)):
                 totals[i] = max(totals[i], totals[i - 1] + 1)
+        self.calibration.predicted.zero_()
+        self.calibration.observed.zero_()
+        self.calibration.ratio.fill_(1)
         self._tell(self.contexts[0])
 
     def _tell(self, context: float) -> None:

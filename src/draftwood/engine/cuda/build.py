@@ -55,6 +55,7 @@ def start(
         raise short_of_memory(plan) from None
 
 
+@torch.inference_mode(False)  # what is written later must be ordinary tensors, whatever mode the caller is in
 def build(
     plan: Plan,
     config: ModelConfig,
