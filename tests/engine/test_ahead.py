@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.engine.request import SamplingParams
-from tests.engine.test_identity import params, prompts
+from tests.engine.test_identity import abort_some, params, prompts
 from tests.fakes import FakeDrafter, FakeTarget, Toy, fake_engine, fake_plan, run
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -46,25 +46,7 @@ def test_the_loop_that_is_ahead_gives_the_plain_loops_tokens(requests, kind, bud
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_aborts_while_steps_fly_disturb_nobody(data):
-    asks = data.draw(st.lists(st.tuples(prompts, params), min_size=2, max_size=6))
-    doomed = data.draw(st.sets(st.integers(0, len(asks) - 1)))
-    engine = ahead("blurred", fake_plan(9, prefill_chunk=8, max_num_seqs=3, num_pages=40))
-    ids = [engine.add(*ask) for ask in asks]
-    out = {i: [] for i in ids}
-    pending = {ids[i]: data.draw(st.integers(0, 12)) for i in doomed}
-    tick = 0
-    while not engine.idle or pending:
-        for i in [i for i, at in pending.items() if at <= tick]:
-            engine.abort(i)
-            del pending[i]
-        for output in engine.step():
-            out[output.request_id] += output.token_ids
-        engine.scheduler.recount()
-        tick += 1
-    assert engine.scheduler.pool.free_count == engine.plan.num_pages and not engine.usage
-    for i, ask in zip(ids, asks, strict=True):
-        if i not in [ids[d] for d in doomed]:
-            assert out[i] == run(fake_engine(None, fake_plan(0)), [ask]).popitem()[1]
+    abort_some(ahead("blurred", fake_plan(9, prefill_chunk=8, max_num_seqs=3, num_pages=40)), data)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 9])

@@ -86,9 +86,13 @@ def test_any_mix_of_requests_gives_what_each_gives_alone_by_plain_decoding(
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_aborts_at_any_point_disturb_nobody(data):
+    abort_some(fake_engine("blurred", fake_plan(9, prefill_chunk=8, max_num_seqs=3, num_pages=40)), data)
+
+
+def abort_some(engine, data):
+    """Run a few requests, abort some of them at any time, and hold what the others get against plain decoding."""
     asks = data.draw(st.lists(st.tuples(prompts, params), min_size=2, max_size=6))
     doomed = data.draw(st.sets(st.integers(0, len(asks) - 1)))
-    engine = fake_engine("blurred", fake_plan(9, prefill_chunk=8, max_num_seqs=3, num_pages=40))
     ids = [engine.add(*ask) for ask in asks]
     out = {i: [] for i in ids}
     pending = {ids[i]: data.draw(st.integers(0, 12)) for i in doomed}

@@ -36,6 +36,9 @@ SETTLE, AUTO_SETTLE = 3, 64
 """Decoding steps before anything is timed, with fixed and with automatic trees, which have to find out first what pays."""
 CHUNKS = 3
 """Whole chunks of a prompt that are timed."""
+COLUMNS = (
+    "rows", "budget", "nodes", "graph_ms", "floor_ms", "ratio", "ratio_seen", "gap_ms", "step_ms", "tok_s", "tokens_per_row",
+)  # fmt: skip
 
 
 @torch.inference_mode()
@@ -225,22 +228,9 @@ class DeviceBench:
 
 def show(lines: Sequence[dict[str, Any]]) -> str:
     """The lines as a table for people."""
-    fixed = [
-        "rows",
-        "budget",
-        "nodes",
-        "graph_ms",
-        "floor_ms",
-        "ratio",
-        "ratio_seen",
-        "gap_ms",
-        "step_ms",
-        "tok_s",
-        "tokens_per_row",
-    ]
-    head = [*(name.replace("_", " ") for name in fixed), *STAGES]
+    head = [*(name.replace("_", " ") for name in COLUMNS), *STAGES]
     cases = [line for line in lines if "rows" in line]
-    cells = [[*(c.get(name) for name in fixed), *(c.get("stage_ms", {}).get(name) for name in STAGES)] for c in cases]
+    cells = [[*(c.get(name) for name in COLUMNS), *(c.get("stage_ms", {}).get(name) for name in STAGES)] for c in cases]
     facts = [" ".join(f"{k} {v}" for k, v in line.items()) for line in lines if "rows" not in line or "failed" in line]
     return "\n".join(facts) + "\n\n" + report.table(head, cells)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,9 +109,9 @@ class Buffers:
         """The path of a piece: all its nodes."""
 
 
-def _first(record: object, rows: int, **whole: Tensor) -> dict[str, Tensor]:
-    """The first `rows` of every tensor of a record, or what `whole` has."""
-    names = record.__dataclass_fields__  # type: ignore[attr-defined]
+def _first(record: Any, rows: int, **whole: Tensor) -> dict[str, Tensor]:
+    """The first `rows` of every tensor of a dataclass, or what `whole` has."""
+    names = [f.name for f in dataclasses.fields(record)]
     return {name: whole[name] if name in whole else getattr(record, name)[:rows] for name in names}
 
 
