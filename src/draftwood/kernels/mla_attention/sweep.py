@@ -8,9 +8,6 @@ the device's context is skipped: the sweep goes on in a new process without it.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,33 +20,12 @@ from draftwood.kernels import jit
 from draftwood.kernels.case import read_peak, time_graph
 from draftwood.kernels.mla_attention import bench, op, scenario
 from draftwood.kernels.mla_attention.scenario import attend, reference, same
+from draftwood.kernels.sweep import Sweep, supervise
 
+NAME = "mla_sweep"
 LAWS = [op.LAW, op.Law(128, 4, (4096, 32768, 65536)), op.Law(128, 8, (4096, 8192, 32768)), op.Law(256, 4, (4096, 16384, 65536))]
 CHECKED = [(8, 2500, 9, "near"), (64, 2049, 33, "wide"), (64, 63, 65, "chain"), (8, 1090, 65, "near"), (64, 0, 9, "wide")]
 """(heads, length, nodes, kind of tree)"""
-
-
-class Sweep:
-    """Progress of one process: what is done already is read from the file, what broke is left out."""
-
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self.file, self.current, self.end = folder / "mla_sweep.jsonl", folder / "mla_sweep.current", time.time() + seconds
-        lines = [json.loads(x) for x in self.file.read_text().splitlines()] if self.file.exists() else []
-        self.done = {x["key"] for x in lines if "key" in x}
-        self.broken = {x["broken"] for x in lines if "broken" in x}
-
-    def say(self, **line: Any) -> None:
-        """Write a line at once."""
-        print(json.dumps(line), flush=True)
-        with self.file.open("a") as out:
-            out.write(json.dumps(line) + "\n")
-
-    def start(self, shape: str, key: str) -> bool:
-        """Whether to do `key` with `shape`; if so it counts as broken until the next start."""
-        if shape in self.broken or key in self.done or time.time() > self.end:
-            return False
-        self.current.write_text(shape)
-        return True
 
 
 def candidates(heads: int, nodes: int, context: int, rows: int) -> list[tuple[str, op.Law]]:
@@ -138,7 +114,7 @@ def times(sweep: Sweep, device: torch.device, arch: str) -> None:
 
 def child(folder: Path, seconds: float) -> None:
     """One process of the sweep."""
-    sweep = Sweep(folder, seconds)
+    sweep = Sweep(folder, NAME, seconds)
     device = torch.device("cuda", torch.cuda.current_device())
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
     began = time.time()
@@ -160,21 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     if asked.child:
         child(asked.folder, asked.seconds)
         return 0
-    end = time.time() + asked.seconds
-    while (left := end - time.time()) > 10:
-        module = "draftwood.kernels.mla_attention.sweep"
-        again = [sys.executable, "-m", module, str(asked.folder), "--child", "--seconds", str(left)]
-        try:
-            if subprocess.run(again, timeout=left + 20, check=False).returncode == 0:
-                return 0
-        except subprocess.TimeoutExpired:
-            print("a shape did not come back", flush=True)
-        progress = Sweep(asked.folder, left)
-        broken = progress.current.read_text() if progress.current.exists() else ""
-        if not broken or broken in progress.broken:
-            return 1
-        progress.say(broken=broken)
-    return 1
+    return supervise("draftwood.kernels.mla_attention.sweep", asked.folder, NAME, asked.seconds)
 
 
 if __name__ == "__main__":

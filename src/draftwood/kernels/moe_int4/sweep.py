@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +23,9 @@ from draftwood.kernels import jit
 from draftwood.kernels.case import read_peak, time_graph
 from draftwood.kernels.moe_int4 import bench, op
 from draftwood.kernels.moe_int4.op import Form
+from draftwood.kernels.sweep import Sweep, supervise
 
+NAME = "moe_sweep"
 REST = 0.04
 """Seconds of rest before a measurement."""
 
@@ -116,28 +115,12 @@ def sources(arch: str) -> list[jit.Source]:
     return list(found.values())
 
 
-class Sweep:
-    """Progress of one process: what is done already is read from the file, what broke is left out."""
+class Forms(Sweep):
+    """The sweep's cases."""
 
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self.file, self.current, self.end = folder / "moe_sweep.jsonl", folder / "moe_sweep.current", time.time() + seconds
-        lines = [json.loads(x) for x in self.file.read_text().splitlines()] if self.file.exists() else []
-        self.done = {x["key"] for x in lines if "key" in x}
-        self.broken = {x["broken"] for x in lines if "broken" in x}
-
-    def say(self, **line: Any) -> None:
-        """Write a line at once."""
-        print(json.dumps(line), flush=True)
-        with self.file.open("a") as out:
-            out.write(json.dumps(line) + "\n")
-
-    def start(self, plan: op.Plan, key: str) -> bool:
+    def begin(self, plan: op.Plan, key: str) -> bool:
         """Whether to do `key`; if so its plan counts as broken until the next start."""
-        name = f"{plan.gate_up} {plan.down}"
-        if name in self.broken or key in self.done or time.time() > self.end:
-            return False
-        self.current.write_text(name)
-        return True
+        return self.start(f"{plan.gate_up} {plan.down}", key)
 
     def times(self, shape: op.Shape, experts: int, rows: int, pairs: list[str], device: torch.device, peak: float) -> None:
         """One size with every candidate."""
@@ -146,7 +129,7 @@ class Sweep:
         known: dict[str, float] = {}
         for plan in plans(pairs):
             key = f"{experts} x {shape.width}, {rows} rows: {plan.gate_up} {plan.down}"
-            if not self.start(plan, key):
+            if not self.begin(plan, key):
                 continue
             try:
                 setup = bench.prepare(shape, experts, rows, plan, device)
@@ -178,7 +161,7 @@ class Sweep:
         """One size while the device has been busy with it for LOAD seconds: its clock is then lower."""
         for plan in plans(pairs):
             key = f"loaded {experts} x {shape.width}, {rows} rows: {plan.gate_up} {plan.down}"
-            if self.start(plan, key):
+            if self.begin(plan, key):
                 setup = bench.prepare(shape, experts, rows, plan, device)
                 us = busy_time(setup.launch) / len(setup.calls)
                 self.say(key=key, us=round(us, 2))
@@ -224,7 +207,7 @@ def build(arch: str) -> int:
 
 def child(folder: Path, seconds: float) -> None:
     """One process of the sweep."""
-    sweep = Sweep(folder, seconds)
+    sweep = Forms(folder, NAME, seconds)
     device = torch.device("cuda", torch.cuda.current_device())
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
     began = time.time()
@@ -258,20 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     if asked.child:
         child(asked.folder, asked.seconds)
         return 0
-    end = time.time() + asked.seconds
-    while (left := end - time.time()) > 8:
-        again = [sys.executable, "-m", "draftwood.kernels.moe_int4.sweep", str(asked.folder), "--child", "--seconds", str(left)]
-        try:
-            if subprocess.run(again, timeout=left + 15, check=False).returncode == 0:
-                return 0
-        except subprocess.TimeoutExpired:
-            print("a form did not come back", flush=True)
-        progress = Sweep(asked.folder, left)
-        broken = progress.current.read_text() if progress.current.exists() else ""
-        if not broken or broken in progress.broken:
-            return 1
-        progress.say(broken=broken)
-    return 1
+    return supervise("draftwood.kernels.moe_int4.sweep", asked.folder, NAME, asked.seconds)
 
 
 if __name__ == "__main__":
