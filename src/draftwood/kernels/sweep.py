@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ LEAST, GRACE = 10.0, 20.0
 class Sweep:
     """Progress of one process: what is done already is read from the file, what broke is left out."""
 
-    def __init__(self, folder: Path, name: str, seconds: float) -> None:
-        """Lines are in FOLDER/NAME.jsonl."""
+    def __init__(self, folder: Path, name: str, seconds: float, tell: Callable[[str], None]) -> None:
+        """Lines are in FOLDER/NAME.jsonl; `tell` also gets each new one."""
+        self.tell = tell
         self.file, self.current, self.end = folder / f"{name}.jsonl", folder / f"{name}.current", time.time() + seconds
         lines = [json.loads(x) for x in self.file.read_text().splitlines()] if self.file.exists() else []
         self.done = {x["key"] for x in lines if "key" in x}
@@ -29,7 +31,7 @@ class Sweep:
 
     def say(self, **line: Any) -> None:
         """Write a line at once."""
-        print(json.dumps(line), flush=True)
+        self.tell(json.dumps(line))
         with self.file.open("a") as out:
             out.write(json.dumps(line) + "\n")
 
@@ -41,7 +43,7 @@ class Sweep:
         return True
 
 
-def supervise(module: str, folder: Path, name: str, seconds: float) -> int:
+def supervise(module: str, folder: Path, name: str, seconds: float, tell: Callable[[str], None]) -> int:
     """Run `python -m MODULE FOLDER --child --seconds S` until one ends well (0) or nothing new breaks (1)."""
     end = time.time() + seconds
     while (left := end - time.time()) > LEAST:
@@ -50,8 +52,8 @@ def supervise(module: str, folder: Path, name: str, seconds: float) -> int:
             if subprocess.run(again, timeout=left + GRACE, check=False).returncode == 0:
                 return 0
         except subprocess.TimeoutExpired:
-            print("a form did not come back", flush=True)
-        progress = Sweep(folder, name, left)
+            tell("a form did not come back")
+        progress = Sweep(folder, name, left, tell)
         broken = progress.current.read_text() if progress.current.exists() else ""
         if not broken or broken in progress.broken:
             return 1

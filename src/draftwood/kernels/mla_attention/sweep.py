@@ -8,6 +8,7 @@ the device's context is skipped: the sweep goes on in a new process without it.
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from draftwood.kernels.mla_attention.scenario import attend, reference, same
 from draftwood.kernels.sweep import Sweep, supervise
 
 NAME = "mla_sweep"
+tell = functools.partial(print, flush=True)
 LAWS = [op.LAW, op.Law(128, 4, (4096, 32768, 65536)), op.Law(128, 8, (4096, 8192, 32768)), op.Law(256, 4, (4096, 16384, 65536))]
 CHECKED = [(8, 2500, 9, "near"), (64, 2049, 33, "wide"), (64, 63, 65, "chain"), (8, 1090, 65, "near"), (64, 0, 9, "wide")]
 """(heads, length, nodes, kind of tree)"""
@@ -114,7 +116,7 @@ def times(sweep: Sweep, device: torch.device, arch: str) -> None:
 
 def child(folder: Path, seconds: float) -> None:
     """One process of the sweep."""
-    sweep = Sweep(folder, NAME, seconds)
+    sweep = Sweep(folder, NAME, seconds, tell)
     device = torch.device("cuda", torch.cuda.current_device())
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
     began = time.time()
@@ -136,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     if asked.child:
         child(asked.folder, asked.seconds)
         return 0
-    return supervise("draftwood.kernels.mla_attention.sweep", asked.folder, NAME, asked.seconds)
+    return supervise("draftwood.kernels.mla_attention.sweep", asked.folder, NAME, asked.seconds, tell)
 
 
 if __name__ == "__main__":

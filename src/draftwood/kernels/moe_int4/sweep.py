@@ -9,6 +9,7 @@ process without it.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from draftwood.kernels.moe_int4.op import Form
 from draftwood.kernels.sweep import Sweep, supervise
 
 NAME = "moe_sweep"
+tell = functools.partial(print, flush=True)
 REST = 0.04
 """Seconds of rest before a measurement."""
 
@@ -156,7 +158,6 @@ class Forms(Sweep):
                 line[part] = known[name + part]
             self.say(key=key, **line)
 
-
     def loaded(self, shape: op.Shape, experts: int, rows: int, pairs: list[str], device: torch.device) -> None:
         """One size while the device has been busy with it for LOAD seconds: its clock is then lower."""
         for plan in plans(pairs):
@@ -207,7 +208,7 @@ def build(arch: str) -> int:
 
 def child(folder: Path, seconds: float) -> None:
     """One process of the sweep."""
-    sweep = Forms(folder, NAME, seconds)
+    sweep = Forms(folder, NAME, seconds, tell)
     device = torch.device("cuda", torch.cuda.current_device())
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
     began = time.time()
@@ -241,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     if asked.child:
         child(asked.folder, asked.seconds)
         return 0
-    return supervise("draftwood.kernels.moe_int4.sweep", asked.folder, NAME, asked.seconds)
+    return supervise("draftwood.kernels.moe_int4.sweep", asked.folder, NAME, asked.seconds, tell)
 
 
 if __name__ == "__main__":
