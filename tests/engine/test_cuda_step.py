@@ -225,13 +225,38 @@ def test_synthetic_acceptance_returns_what_was_asked_for():
 def test_sizes_cover_every_step_that_a_plan_allows():
     sizes = Sizes.of(made_plan(tree_budget=17, max_num_seqs=9)[0])
     assert sizes.rows == (1, 2, 4, 8, 16) and sizes.budgets == (0, 8, 16, 32) and sizes.pieces == 8
-    assert sizes.key(9, 17, False) == Key(16, 32, False) and sizes.key(3, 1, True) == Key(4, 32, True)
+    assert sizes.key(9, 17, False) == Key(16, 32, False) and sizes.key(3, 17, True) == Key(4, 8, True)
     several = [(r, b, p, o) for r in range(1, 10) for b in range(18) for p in (False, True) for o in (False, True)]
     assert set(sizes.keys()) >= {sizes.key(*one) for one in several}
     assert not sizes.key(3, 0, False, False).observes and sizes.key(3, 1, False, False).observes
-    for key in list(sizes.keys()):
+    every = sizes.keys()
+    for key in every:
         bucket = sizes.bucket(key)
         assert bucket.nodes <= 65 and bucket.tokens >= key.rows * (1 + key.budget)
+    assert {key.budget for key in every if key.prompts} == {0, 8}
+    alone, wide = (Sizes.make(4096, 64, block, 64, 512) for block in (0, 8))
+    assert max(b.tokens for b in wide.buckets()) == 64 * 65 and max(b.tokens for b in alone.buckets()) == 64 + 512
+    assert Sizes.make(4096, 4, 8, 5, 512).key(2, 5, True) == Key(2, 8, True) and alone.key(2, 0, True).budget == 0
+
+
+def test_trees_beside_a_prompt_are_small_and_the_tokens_those_of_each_alone():
+    some = engine(tree_budget=64, max_num_seqs=2, max_num_batched_tokens=64)
+    some.records = []
+    asks = [(text(40), ask(max_tokens=40, ignore_eos=True)), (text(130), ask(max_tokens=2))]
+    ids = [some.add(*asks[0])]
+    out = {ids[0]: [], ids[0] + 1: []}
+    for tick in range(60):
+        if tick == 3:
+            ids.append(some.add(*asks[1]))
+        for output in some.step():
+            out[output.request_id] += output.token_ids
+    nodes = {beside: [] for beside in (False, True)}
+    for record in some.records:
+        forced = any(row.forced for row in record.rows)
+        nodes[forced] += [len(row.tokens) for row in record.rows if not row.forced]
+    assert max(nodes[True]) == 9 and max(nodes[False]) > 17
+    for i, one in zip(ids, asks, strict=True):
+        agree(out[i], *one)
 
 
 def test_what_is_allocated_is_what_the_arithmetic_says():

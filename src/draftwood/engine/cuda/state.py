@@ -199,7 +199,8 @@ class DeviceRows:
         return self.sizes.key(max(len(free), 1), max(free, default=0), len(free) < len(plan.rows), drafts)
 
     def stage(self, plan: StepPlan, key: Key) -> Staged:
-        """Begin and lengthen the plan's rows, and send what its graph reads: nothing, while the same rows decode alike."""
+        """Begin and lengthen the plan's rows, and send what its graph reads: nothing, while the same rows decode alike. No row
+        drafts more than the graph has room for."""
         steady = (plan.rows, plan.budgets, plan.auto, plan.emits)
         if steady == self._steady and not (plan.starts or plan.growths or any(plan.chunks)):
             return Staged(key, tuple(range(len(plan.rows))))
@@ -221,7 +222,7 @@ class DeviceRows:
             row, known = plan.rows[i], self._known[plan.rows[i]] + len(plan.chunks[i])
             if plan.emits[i] and len(self._rows[row].floor):
                 self._ends[row] = known - self._rows[row].generated + self._rows[row].params.min_tokens
-        self._fill(plan, order, len(free))
+        self._fill(plan, order, len(free), key.budget)
         for i in forced:
             self._known[plan.rows[i]] += len(plan.chunks[i])
         return Staged(key, tuple(results[i] for i in range(len(plan.rows))))
@@ -261,8 +262,9 @@ class DeviceRows:
             self._inputs.host[name][:] = 0
         self._inputs.send()
 
-    def _fill(self, plan: StepPlan, order: list[tuple[int, int, int, bool]], free: int) -> None:
-        """order: of each place, its plan row, where its piece begins in the chunk, the piece's tokens, whether it emits."""
+    def _fill(self, plan: StepPlan, order: list[tuple[int, int, int, bool]], free: int, budget: int) -> None:
+        """order: of each place, its plan row, where its piece begins in the chunk, the piece's tokens, whether it emits. budget:
+        most nodes beyond a root that the graph has room for."""
         host, live = self._inputs.host, len(order)
         ids = np.array([plan.rows[i] for i, *_ in order], np.int64)
         known = [self._rows[row] for row in ids.tolist()]
@@ -272,7 +274,7 @@ class DeviceRows:
         host["emits"][:live] = [emits for *_, emits in order]
         host["forced"][:live] = np.arange(live) >= free
         host["automatic"][:live] = [plan.auto[i] for i, *_ in order]
-        host["budgets"][:live] = [plan.budgets[i] if not size else 0 for i, _, size, _ in order]
+        host["budgets"][:live] = [min(plan.budgets[i], budget) if not size else 0 for i, _, size, _ in order]
         host["bases"][:live] = [self._known[plan.rows[i]] + at if size else 0 for i, at, size, _ in order]
         host["offsets"][:live] = np.cumsum([0, *(size for _, _, size, _ in order)])[:-1]
         host["numbers"][:live] = [row.numbers for row in known]

@@ -1,7 +1,8 @@
 """Which sizes steps are captured for. No torch.
 
 A step has *places*: rows that decode first, then pieces of prompts, at most 64 known tokens each, cut at multiples of 64. Graphs
-are keyed by the number of decoding rows and the largest budget, both rounded up, and by whether there are pieces.
+are keyed by the number of decoding rows and the largest budget, both rounded up, and by whether there are pieces. Beside pieces
+trees are small: a launch for trees that might be large costs time even where they are not, and a prompt fills the step anyway.
 """
 
 from __future__ import annotations
@@ -76,12 +77,17 @@ class Sizes:
         """Most places of a step."""
         return self.rows[-1] + self.pieces
 
+    @property
+    def beside(self) -> int:
+        """Most nodes beyond its root that a row may have while prompts run beside it: those of the smallest trees."""
+        return self.budgets[min(1, len(self.budgets) - 1)]
+
     def key(self, rows: int, budget: int, prompts: bool, observes: bool = True) -> Key:
-        """The smallest graph that holds such a step. Beside prompts there is one with the largest trees and one without.
-        observes: False where no row will ever draft."""
+        """The smallest graph that holds such a step; beside prompts trees have at most `beside` nodes. observes: False where no row
+        will ever draft."""
         up = next(r for r in self.rows if r >= rows)
-        nodes = next(b for b in self.budgets if b >= budget)
-        return self._key(up, (self.budgets[-1] if budget else 0) if prompts else nodes, prompts, observes)
+        most = min(budget, self.beside) if prompts else budget
+        return self._key(up, next(b for b in self.budgets if b >= most), prompts, observes)
 
     def _key(self, rows: int, budget: int, prompts: bool, observes: bool) -> Key:
         return Key(rows, budget, prompts, self.block > 0 and (observes or budget > 0))
@@ -92,7 +98,7 @@ class Sizes:
         for rows in self.rows:
             for observes in (False, True):
                 found |= {self._key(rows, b, False, observes) for b in self.budgets}
-                found |= {self._key(rows, b, True, observes) for b in (0, self.budgets[-1])}
+                found |= {self._key(rows, b, True, observes) for b in (0, self.beside)}
         return sorted(found, reverse=True)
 
     def places_of(self, key: Key) -> int:
@@ -104,8 +110,7 @@ class Sizes:
         free = key.rows * (1 + key.budget)
         if not key.prompts:
             return Bucket(key.rows, 1 + key.budget, free, free, self.context)
-        nodes = max(PIECE, 1 + key.budget)
-        return Bucket(self.places_of(key), nodes, free + self.pieces * PIECE, free + self.pieces, self.context)
+        return Bucket(self.places_of(key), PIECE, free + self.pieces * PIECE, free + self.pieces, self.context)
 
     def buckets(self) -> list[Bucket]:
         """Capacities of all graphs."""
