@@ -82,3 +82,74 @@ def test_what_an_ended_row_does_once_more_is_counted_nowhere():
     assert tokens == text[: text.index(stop) + 1]
     assert engine.totals.decoded == len(tokens) - 1
     assert [len(r.rows) for r in engine.records].count(0) == 1, "the step after the end has no row that anybody knows"
+
+
+class Watched:
+    """A pending step whose reading is counted."""
+
+    def __init__(self, pending, reads):
+        self.pending, self.reads = pending, reads
+
+    def read(self):
+        self.reads.append(self)
+        return self.pending.read()
+
+
+def ends_early(stop_at: int = 6):
+    """An engine whose loop is a step ahead, a request that ends by a stop token, its tokens, and lists of launches and reads."""
+    toy = Toy()
+    text = toy.greedy(PROMPT, 12)
+    engine = ahead(None, fake_plan(0), toy=toy, stop_ids=(text[stop_at],))
+    launched, reads, launch = [], [], engine.stepper.launch
+
+    def watched(plan, trace=False):
+        launched.append(Watched(launch(plan, trace), reads))
+        return launched[-1]
+
+    engine.stepper.launch = watched
+    return engine, text[: text.index(text[stop_at]) + 1], launched, reads
+
+
+def test_the_last_token_of_a_request_does_not_wait_for_the_step_after_it():
+    engine, want, launched, reads = ends_early()
+    engine.add(PROMPT, SamplingParams(max_tokens=30))
+    tokens = []
+    while len(tokens) < len(want):
+        (output,) = engine.step()
+        tokens += output.token_ids
+    assert tokens == want and output.finish_reason == "stop" and not engine.usage
+    assert len(launched) == len(want) + 1 and len(reads) == len(want), "one flies on, and was not waited for"
+    assert engine.scheduler.idle and not engine.idle
+    engine.scheduler.recount()
+    assert engine.step() == [] and engine.idle and reads == launched
+    assert engine.step() == [] and len(launched) == len(want) + 1
+
+
+def test_a_request_begins_behind_a_step_that_nobody_waits_for():
+    engine, want, launched, reads = ends_early()
+    for turn in range(3):
+        engine.add(PROMPT, SamplingParams(max_tokens=30))
+        (first,) = engine.step()
+        assert list(first.token_ids) == want[:1]
+        assert len(launched) - len(reads) == 1, "what follows the first token flies before it is read"
+        assert len(reads) == turn * (len(want) + 1) + 1, "the step left over was read on the way"
+        rest = [engine.step() for _ in want[1:]]
+        assert [t for outputs in rest for o in outputs for t in o.token_ids] == want[1:] and rest[-1][0].finish_reason == "stop"
+        assert not engine.idle
+
+
+@settings(max_examples=25, deadline=None)
+@given(requests=st.lists(st.tuples(prompts, params), min_size=1, max_size=4), more=st.lists(st.tuples(prompts, params), max_size=3))
+def test_nothing_of_a_step_left_over_gets_into_later_requests(requests, more):
+    """Later requests get rows and pages of those that ended, while a step of those still flies."""
+    plan = fake_plan(4, prefill_chunk=16, max_num_seqs=2)
+    want = [run(fake_engine("blurred", plan, stop_ids=(11,)), part) for part in (requests, more)]
+    engine = ahead("blurred", plan, stop_ids=(11,))
+    for part, expected in zip((requests, more), want, strict=True):
+        out = {engine.add(prompt, one): [] for prompt, one in part}
+        ended: set[int] = set()
+        while len(ended) < len(out):
+            for output in engine.step():
+                out[output.request_id] += output.token_ids
+                ended |= {output.request_id} if output.finish_reason else set()
+        assert list(out.values()) == list(expected.values()) and engine.scheduler.available == plan.num_pages

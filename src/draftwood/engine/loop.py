@@ -2,7 +2,7 @@
 
 A step is planned, broadcast, launched and read. Reading cuts each row's tokens at its stop token or its limit; what a
 finished row committed beyond that is never seen. Where the stepper allows it, the next step is launched before the last one
-is read: a row that turns out to have ended runs once more, and nobody sees what came of that.
+is read: a row that turns out to have ended runs once more, and nobody sees what came of that, or waits for it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """True when there is nothing to do."""
+        """True when there is nothing to do: no request, and no step that flies. One whose rows have all ended may still fly when
+        the last output has been returned; the next `step` reads it."""
         return self.scheduler.idle and not self._flights
 
     def check(self, prompt: Iterable[int], params: SamplingParams) -> None:
@@ -150,16 +151,18 @@ class Engine:
         return self.usage.pop(request_id, None)
 
     def step(self) -> list[Output]:
-        """Launch as many steps as may fly, read the oldest and return what it added to each request; nothing when there
-        was nothing to run."""
-        while len(self._flights) <= self._reach and (flight := self._launch()) is not None:
-            self._flights.append(flight)
-        if not self._flights:
-            return []
-        outputs = self._read(self._flights.popleft())
-        while self.scheduler.idle and self._flights:  # steps of rows that have ended meanwhile
-            self._read(self._flights.popleft())
-        return outputs
+        """Launch as many steps as may fly, read the oldest that somebody waits for and return what it added to each request;
+        nothing when there was nothing to run. Steps whose rows have all ended since are read on the way."""
+        while True:
+            while len(self._flights) <= self._reach and (flight := self._launch()) is not None:
+                self._flights.append(flight)
+            if not self._flights:
+                return []
+            flight = self._flights.popleft()
+            awaited = any(self.scheduler.runs(seq) for seq in flight.sequences)
+            outputs = self._read(flight)
+            if awaited:
+                return outputs
 
     @property
     def _reach(self) -> int:
