@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from draftwood import env
 from draftwood.errors import ConfigError, KernelBuildError
 
@@ -77,6 +79,7 @@ def cache_folder() -> Path:
     return Path(chosen) if chosen else Path.home() / ".cache" / "draftwood" / "kernels"
 
 
+@functools.cache
 def _toolchain() -> tuple[Any, Any, Any]:
     """Import cuda.core, its NVRTC bindings and the header finder; raise ConfigError when the extra is missing."""
     try:
@@ -259,6 +262,7 @@ class Kernel:
         self._kernel = core.ObjectCode.from_cubin(self.cubin.code).get_kernel(source.entry)
         self._label, self._arguments = source.label(), self._kernel.num_arguments
         self._shared = dynamic_shared
+        self._configs: dict[tuple[int | tuple[int, ...], int, int, bool], Any] = {}
         if dynamic_shared > 49_152:  # above 48 KB the driver wants to be told, once, the largest size
             self._allow(dynamic_shared, device)
 
@@ -278,23 +282,45 @@ class Kernel:
         pdl: programmatic stream serialization (the kernel may start before its predecessor ends and must
         wait with griddepcontrol.wait before it reads what the predecessor wrote).
         """
-        import torch
-
-        core, _, _ = _toolchain()
         if len(args) != self._arguments:  # the driver would read beyond the end of a short list
             raise TypeError(f"{self._label} takes {self._arguments} arguments; a launch gives {len(args)}")
-        size = self._shared if shared is None else shared
-        if size > self._shared:
-            raise ConfigError(f"a launch asks for {size} B of shared memory; its kernel was loaded with {self._shared}")
-        config = core.LaunchConfig(grid=grid, block=block, shmem_size=size, programmatic_stream_serialization=pdl)
-        stream = core.Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-        core.launch(stream, config, self._kernel, *(_argument(a) for a in args))
+        config = self._config(grid, block, self._shared if shared is None else shared, pdl)
+        _toolchain()[0].launch(_current_stream(), config, self._kernel, *[a if type(a) in _SCALARS else _argument(a) for a in args])
+
+    def _config(self, grid: int | tuple[int, ...], block: int, shared: int, pdl: bool) -> Any:
+        """How a launch is made, kept: few ways come again and again."""
+        how = (grid, block, shared, pdl)
+        config = self._configs.get(how)
+        if config is None:
+            if shared > self._shared:
+                raise ConfigError(f"a launch asks for {shared} B of shared memory; its kernel was loaded with {self._shared}")
+            core, _, _ = _toolchain()
+            config = core.LaunchConfig(grid=grid, block=block, shmem_size=shared, programmatic_stream_serialization=pdl)
+            self._configs[how] = config
+        return config
+
+
+def _current_stream() -> Any:
+    import torch
+
+    return _stream(torch.cuda.current_stream().cuda_stream)
+
+
+@functools.lru_cache(maxsize=8)
+def _stream(handle: int) -> Any:
+    """A stream of torch as cuda.core's, which only keeps the handle."""
+    core, _, _ = _toolchain()
+    return core.Stream.from_handle(handle)
+
+
+_SCALARS = frozenset({np.int32, np.int64, np.uint32, np.uint64, np.float32, np.float64})
+"""Types of arguments that are passed on as they are."""
 
 
 def _argument(value: Any) -> Any:
     """A tensor becomes its address; plain ints and floats are refused because their width would be guessed."""
     if hasattr(value, "data_ptr"):
         return value.data_ptr()
-    if isinstance(value, bool | int | float) and not hasattr(value, "itemsize"):  # numpy.float64 is a float, and has a width
+    if isinstance(value, bool | int | float):
         raise TypeError(f"kernel argument {value!r} has no width; pass numpy.int32 / numpy.int64 / numpy.float32")
     return value
