@@ -58,6 +58,41 @@ def test_operations_per_token_are_the_published_ones():
     assert costs.step_flops(K2, 2, 3, 10) == 6 * costs.node_flops(K2, 13)
 
 
+def test_operations_by_part_are_those_counted_by_hand():
+    """9 nodes of each of 64 rows after 512 tokens; a multiply-add is two operations."""
+    found = dict(costs.step_operations(K2, 576, 512, 1, DRAFT, 64, 8, 2048))
+    assert found["experts"] == 576 * 60 * 8 * 2 * 3 * 7168 * 2048 == 24_352_464_568_320
+    assert found["shared experts"] == found["experts"] // 8
+    weights = 64 * 192 * 1536 + 64 * 256 * 512 + 7168 * 64 * 128 + 7168 * 2112
+    assert found["attention"] == 576 * 61 * 2 * weights
+    assert found["router"] == 576 * 60 * 2 * 384 * 7168
+    assert found["dense layers"] == 576 * 2 * 3 * 7168 * 18432
+    assert found["lm_head"] == 576 * 2 * 163840 * 7168
+    assert found["kv read"] == 576 * 512 * 61 * 64 * 2 * (576 + 512)
+    per_layer = 7168 * 128 * (64 + 2 * 8 + 64) + 3 * 7168 * 18432
+    assert found["drafter"] == 64 * 2 * (8 * 6 * per_layer + 7168 * 6 * 7168)
+    assert found["drafter lm_head"] == 64 * 7 * 2 * 163840 * 7168
+    assert found["drafter kv"] == 64 * 8 * 6 * 64 * 2 * 2 * 128 * 512
+    halved = dict(costs.step_operations(K2, 576, 512, 2))
+    assert halved["experts"] * 2 == found["experts"] and halved["router"] == found["router"] and "drafter" not in halved
+
+
+def test_a_floor_is_by_part_the_larger_of_bytes_and_operations():
+    moved, done = (("read", 4_000), ("both", 2_000), ("multiplied", 10)), (("both", 30_000), ("multiplied", 70_000))
+    found = dict(costs.floor(moved, done, 1_000.0, 10_000.0))
+    assert found == {"read": 4.0, "both": 3.0, "multiplied": 7.0}
+
+
+def test_64_rows_of_9_nodes_are_bound_by_the_operations_of_their_experts():
+    """48 experts a layer, 61 layers, at 4.38 TB/s and 780 TFLOP/s: 31 ms of experts by operations, 16 by bytes."""
+    few = replace(K2, num_experts=48)
+    moved = costs.step_bytes(few, 64, 9, 512, distinct=48)
+    by_part = dict(costs.floor(moved, costs.step_operations(few, 576, 512), 4.38e12, 780e12))
+    assert dict(moved)["experts"] == 48 * 60 * 24_772_608
+    assert by_part["experts"] == pytest.approx(24.352e12 / 780e12, rel=1e-3) and by_part["experts"] > 1.9 * 71.35e9 / 4.38e12
+    assert sum(by_part.values()) > max(costs.total(moved) / 4.38e12, 576 * costs.node_flops(few, 512) / 780e12)
+
+
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
 def test_cut_weights_add_up_over_the_ranks(tp, ep):
     layouts = [Layout(tp, ep, rank) for rank in range(tp * ep)]

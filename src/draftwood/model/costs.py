@@ -1,7 +1,8 @@
 """What a step costs: bytes moved, bytes held and floating point operations, from the shapes alone. No torch.
 
 The planner, the benchmark and the tree-size policy share these formulas. Bytes are floors: every weight that a step
-needs is read once. `itemsize` is the bytes of an unquantised weight or cached value (2 for bfloat16). A rank reads its
+needs is read once. So are operations, and a step of many nodes is bound by them: `floor` takes the larger of both.
+`itemsize` is the bytes of an unquantised weight or cached value (2 for bfloat16). A rank reads its
 cut of cut matrices and the whole of replicated ones (q_a, kv_a, router, KV cache, drafter fc), as `parallel.layout`
 places them; per-rank expert reads are averages, which tensor parallel ranks meet exactly.
 """
@@ -159,15 +160,17 @@ def peak_load_bytes(config: ModelConfig, layout: Layout | None = None, itemsize:
 
 def step_bytes(
     config: ModelConfig, rows: int, nodes: int, context: int, world: int = 1, itemsize: int = 2,
-    drafter: DrafterConfig | None = None, block: int = 0, window: int = 0,
+    drafter: DrafterConfig | None = None, block: int = 0, window: int = 0, distinct: float | None = None,
 ) -> Table:  # fmt: skip
     """Bytes that one rank must move in a step, by part: `rows` requests of `nodes` nodes each after `context` tokens.
 
-    With `drafter`, a draft pass of `block` tokens over at most `window` context tokens is counted too.
+    With `drafter`, a draft pass of `block` tokens over at most `window` context tokens is counted too. distinct: experts that
+    a layer's nodes choose, if that is known; else `expected_experts`.
     """
     tokens, hidden = rows * nodes, config.hidden_size
     cut, whole = _attention(config)
-    experts = expected_experts(config, tokens) * config.num_moe_layers * expert_bytes(config)
+    distinct = expected_experts(config, tokens) if distinct is None else distinct
+    experts = distinct * config.num_moe_layers * expert_bytes(config)
     kv = kv_bytes_per_token(config, itemsize)
     table = [
         ("experts", round(experts / world)),
@@ -201,17 +204,51 @@ def expert_flops(config: ModelConfig) -> int:
     return 2 * _mlp(config.hidden_size, config.moe_intermediate_size)
 
 
+def step_operations(
+    config: ModelConfig, tokens: int, context: int, world: int = 1, drafter: DrafterConfig | None = None, rows: int = 0,
+    block: int = 0, window: int = 0,
+) -> Table:  # fmt: skip
+    """Operations of one rank in a step of `tokens` nodes, all verified, after `context` tokens each, by the parts of
+    `step_bytes`; absorbed attention is the part "kv read". Elementwise work and attention within trees are left out.
+
+    With `drafter`, a pass of `block` tokens for each of `rows` is counted too, and of each row one committed token.
+    """
+    cut, whole = _attention(config)
+    moe, hidden, vocab = config.num_moe_layers, config.hidden_size, config.vocab_size
+    per_key = config.num_layers * config.num_heads * (config.latent_width + config.kv_lora_rank)
+    table = [
+        ("experts", tokens * moe * config.experts_per_token * expert_flops(config) // world),
+        ("attention", 2 * tokens * config.num_layers * (cut // world + whole)),
+        ("shared experts", 2 * tokens * moe * _mlp(hidden, config.shared_intermediate_size) // world),
+        ("router", 2 * tokens * moe * config.num_experts * hidden),
+        ("dense layers", 2 * tokens * config.first_k_dense * _mlp(hidden, config.intermediate_size) // world),
+        ("lm_head", 2 * tokens * vocab * hidden // world),
+        ("kv read", 2 * tokens * per_key * context // world),
+    ]
+    if drafter is not None and block > 0:
+        weights = {name: n // 2 for name, n in drafter_weight_bytes(drafter, None, 2)}
+        passed = weights["drafter attention"] + weights["drafter mlp"]
+        per_key = 2 * drafter.num_layers * drafter.num_heads * drafter.head_dim
+        table += [
+            ("drafter", 2 * rows * (block * passed // world + weights["drafter fc"])),
+            ("drafter lm_head", 2 * rows * (block - 1) * vocab * hidden // world),
+            ("drafter kv", 2 * rows * block * per_key * min(context, window) // world),
+        ]
+    return tuple(table)
+
+
 def node_flops(config: ModelConfig, context: int = 0) -> int:
     """Operations of one node through the target, absorbed attention over `context` tokens included, whole machine."""
-    cut, whole = _attention(config)
-    moe = config.num_moe_layers
-    linear = config.num_layers * (cut + whole) + config.vocab_size * config.hidden_size
-    linear += moe * (_mlp(config.hidden_size, config.shared_intermediate_size) + config.num_experts * config.hidden_size)
-    linear += config.first_k_dense * _mlp(config.hidden_size, config.intermediate_size)
-    scores = config.num_layers * config.num_heads * (config.latent_width + config.kv_lora_rank) * context
-    return 2 * (linear + scores) + moe * config.experts_per_token * expert_flops(config)
+    return total(step_operations(config, 1, context))
 
 
 def step_flops(config: ModelConfig, rows: int, nodes: int, context: int) -> int:
     """Operations of a step of the target, whole machine."""
     return rows * nodes * node_flops(config, context + nodes)
+
+
+def floor(moved: Table, done: Table, bandwidth: float, flops: float) -> tuple[tuple[str, float], ...]:
+    """Least seconds of a step by part: its bytes at `bandwidth` bytes per second or its operations at `flops` per second,
+    whichever takes longer. Parts need each other's results, so their sum is a floor of the step."""
+    operations = dict(done)
+    return tuple((name, max(size / bandwidth, operations.get(name, 0) / flops)) for name, size in moved)
