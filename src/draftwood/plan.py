@@ -353,17 +353,19 @@ class _Planner:
         target = work.Sizes(config, layout, taps)
         buckets = sizes.buckets()
         parts = [("target weights", costs.total(work.target_bytes(config, layout, context)))]
-        space, launches = costs.total(work.workspace_bytes(target, buckets, arch)), 0
+        space, own, kept = costs.total(work.workspace_bytes(target, buckets, arch)), None, 0
         if drafter is not None:
             parts.append(("drafter weights", costs.total(work.drafter_bytes(drafter, layout, context))))
-            parts.append(("draft windows", rows * window * costs.drafter_kv_bytes_per_token(drafter, self.itemsize, layout)))
-            own, wanted = work.DraftSizes(drafter, layout, target.vocab), sizes.all_draft_buckets(window)
-            space += costs.total(work.draft_workspace_bytes(own, wanted))
-            launches += sum(costs.total(work.draft_launches(own, b)) for b in wanted) * len(sizes.budgets)
-        launches += sum(costs.total(work.launches(target, b)) for b in buckets)
+            per_token = costs.drafter_kv_bytes_per_token(drafter, self.itemsize, layout)
+            parts.append(("draft windows", rows * window * per_token))
+            own = work.DraftSizes(drafter, layout, target.vocab)
+            space += costs.total(work.draft_workspace_bytes(own, sizes.all_draft_buckets(window)))
+            kept = per_token // 2 if self.options.enable_prefix_caching else 0
         parts.append(("workspace", space))
-        parts += keys.step_memory(sizes, rows, config.vocab_size)
-        parts.append(("graphs", launches * keys.GRAPH_BYTES))
+        parts += keys.step_memory(sizes, rows, config.vocab_size, kept)
+        # A built-in shape has no words, so no grammars either.
+        masks = self.checkpoint.folder is not None
+        parts.append(("graphs", keys.graph_bytes(sizes, target, own, window, masks, kept > 0)))
         return tuple(parts)
 
     def _fixed(self, drafter: DrafterConfig | None, block: int, window: int, budget: int, rows: int, context: int) -> costs.Table:

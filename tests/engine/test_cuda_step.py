@@ -19,7 +19,6 @@ from draftwood.kernels.rows import ref as rows_ref
 from draftwood.kernels.sizes import op as sizes_op
 from draftwood.kernels.sizes import ref as sizes_ref
 from draftwood.llm import LLM
-from draftwood.model.cuda import keys
 from draftwood.model.cuda.keys import Key, Sizes
 from tests import cuda_refs
 from tests.engine.cuda_nano import decode, engine, made_plan
@@ -257,24 +256,6 @@ def test_trees_beside_a_prompt_are_small_and_the_tokens_those_of_each_alone():
     assert max(nodes[True]) == 9 and max(nodes[False]) > 17
     for i, one in zip(ids, asks, strict=True):
         agree(out[i], *one)
-
-
-def test_what_is_allocated_is_what_the_arithmetic_says():
-    def held(x, seen) -> int:
-        if isinstance(x, torch.Tensor):
-            store = x.untyped_storage()
-            return 0 if store.data_ptr() in seen else seen.add(store.data_ptr()) or store.nbytes()
-        if dataclasses.is_dataclass(x):
-            return sum(held(getattr(x, f.name), seen) for f in dataclasses.fields(x))
-        return 0
-
-    some = engine(tree_budget=16, max_num_seqs=3)
-    rows, buffers, sizes = some.stepper.rows, some.stepper.buffers, some.stepper.sizes
-    there = [m._there for m in (rows._inputs, rows._tables, rows._bias, rows._floors, rows._prompt)]
-    found = {"rows": held(rows.state, set()) + sum(x.nbytes for x in there), "step buffers": 0}
-    seen: set[int] = set()
-    found["step buffers"] = sum(held(x, seen) for x in (*vars(buffers).values(), buffers.forms.bits, buffers.forms.lines))
-    assert found == dict(keys.step_memory(sizes, 3, some.parts.vocab))
 
 
 @pytest.mark.slow

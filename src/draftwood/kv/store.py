@@ -138,17 +138,18 @@ class DraftStore:
         """Return the windows of the rows `row_ids` [R], whose committed tokens are `lengths` [R]."""
         return DraftRows(self.keys, self.values, row_ids, lengths)
 
-    def keep(self, window: DraftRows, slots: Tensor) -> None:
+    def keep(self, window: DraftRows, slots: Tensor, between: Tensor | None = None) -> None:
         """Copy what was observed last from the windows to the slots.
 
         slots [R, P], P at most the capacity: where position `window.lengths + j` of each row lives; a sink slot where
-        nothing was accepted. Shapes alone decide what is launched; nothing is read by the host.
+        nothing was accepted. Shapes alone decide what is launched; nothing is read by the host. between [layers, R * P,
+        kv_heads, head_dim]: memory for keys and then for values on their way, where it is not to be allocated here.
         """
         capacity = self.keys.shape[2]
         ahead = torch.arange(slots.shape[1], device=slots.device)
         places = (window.row_ids[:, None] * capacity + (window.lengths[:, None] + ahead) % capacity).flatten()
         for ring, kept in ((self.keys, self.kept_keys), (self.values, self.kept_values)):
-            kept.index_copy_(1, slots.flatten(), ring.flatten(1, 2).index_select(1, places))
+            kept.index_copy_(1, slots.flatten(), torch.index_select(ring.flatten(1, 2), 1, places, out=between))
 
     def restore(self, row: int, slots: Tensor) -> None:
         """Fill the window of a row from `slots` [length]: where each of its committed tokens lives, in order."""

@@ -89,7 +89,10 @@ class Results:
 class Buffers:
     """Memory of a step beside the models' own, for the largest key; smaller ones use its first rows."""
 
-    def __init__(self, sizes: Sizes, vocab: int, device: torch.device, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self, sizes: Sizes, vocab: int, device: torch.device, grammars: Grammars | None = None, window: DraftStore | None = None
+    ) -> None:
+        """window: of the drafter, where there is one."""
         places, keys = sizes.places, sizes.keys()
         tokens = max(sizes.bucket(key).tokens for key in keys)
         verified = max(sizes.bucket(key).verified for key in keys)
@@ -107,6 +110,15 @@ class Buffers:
         self.forms = Forms(verified, vocab, device, grammars)
         self.chain = torch.arange(PIECE, device=device).repeat(max(sizes.pieces, 1), 1)
         """The path of a piece: all its nodes."""
+        kept = sizes.most_observed if window is not None and window.slots else 0
+        layers, _, _, heads, width = (0,) * 5 if window is None else window.keys.shape
+        self.kept = torch.zeros(layers * kept * heads * width, dtype=torch.bfloat16, device=device)
+        """The drafter's context of a step's tokens on its way beside their latents."""
+
+    def between(self, window: DraftStore, tokens: int) -> Tensor:
+        """Room for the keys, or the values, of `tokens` tokens in all layers."""
+        layers, _, _, heads, width = window.keys.shape
+        return self.kept[: layers * tokens * heads * width].view(layers, tokens, heads, width)
 
 
 def _first(record: Any, rows: int, **whole: Tensor) -> dict[str, Tensor]:
@@ -264,7 +276,7 @@ class CudaStep:
             row, place = torch.arange(len(at.path), device=at.path.device), torch.arange(at.path.shape[1], device=at.path.device)
             real = (row < at.live)[:, None] & (place < at.counts[:, None])
             slots = at.slots[:, : len(place)].where(real, self.parts.kv.sink * self.parts.kv.page_size)
-            window.keep(window.rows(at.ids, at.lengths), slots)
+            window.keep(window.rows(at.ids, at.lengths), slots, self.buffers.between(window, slots.numel()))
 
 
 @dataclass(frozen=True)

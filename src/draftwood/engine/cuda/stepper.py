@@ -55,7 +55,7 @@ class CudaStepper:
             parts.drafter.reserve(self.sizes.all_draft_buckets(parts.draft_kv.keys.shape[2]))
         self.rows = DeviceRows(self.sizes, plan.max_num_seqs, parts.kv.sink, parts.vocab, self.device, parts.noise, parts.stop_ids)
         self.auto = parts.auto
-        self.buffers = Buffers(self.sizes, parts.vocab, self.device, parts.grammars)
+        self.buffers = Buffers(self.sizes, parts.vocab, self.device, parts.grammars, parts.draft_kv)
         self.recorder: Recorder = Graphs(self.device) if graphs else Immediate()
         self.prints = False
         """Whether results tell the bits of the logits behind every committed token."""

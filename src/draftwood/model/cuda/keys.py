@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftwood.config import PAGE_SIZE, Plan
-from draftwood.model.costs import Table
+from draftwood.model.costs import Table, total
+from draftwood.model.cuda import work
 from draftwood.model.cuda.bucket import Bucket, DraftBucket
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -78,6 +79,11 @@ class Sizes:
         return self.rows[-1] + self.pieces
 
     @property
+    def most_observed(self) -> int:
+        """Most tokens that a drafter observes at once."""
+        return max(self.rows[-1] * self.path, self.pieces * PIECE)
+
+    @property
     def beside(self) -> int:
         """Most nodes beyond its root that a row may have while prompts run beside it: those of the smallest trees."""
         return self.budgets[min(1, len(self.budgets) - 1)]
@@ -129,10 +135,34 @@ class Sizes:
 
 GRAPH_BYTES = 12_000
 """What the driver keeps for one launch of a graph (an estimate; it is not ours to allocate)."""
+STEP_LAUNCHES, KEPT_LAUNCHES = 16, 32
+"""Launches of a step beside the models', and those that keep what it observed for a prefix cache."""
+SEGMENT_BYTES = 2 << 20
+"""The least that torch's allocator takes for the few numbers that are computed between launches."""
 
 
-def step_memory(sizes: Sizes, rows: int, vocab: int) -> Table:
-    """Bytes that a stepper allocates beside the models' workspaces: state of rows and what is sent, and buffers of a step."""
+def graph_bytes(sizes: Sizes, target: work.Sizes, drafter: work.DraftSizes | None, window: int, masks: bool, kept: bool) -> int:
+    """Bytes of all graphs. window: places of a row's ring; masks: may steps have grammars, whose graphs come in three parts beside
+    the whole ones; kept: is there a prefix cache. What a graph computes in memory of its own is small and shared by all; it is
+    there twice, since a step runs once before it is recorded."""
+    launches = 0
+    for key in sizes.keys():  # noqa: SIM118
+        launches += total(work.launches(target, sizes.bucket(key), chosen=key.prompts)) + STEP_LAUNCHES
+        if drafter is not None and key.observes:
+            buckets = [b for b in sizes.draft_buckets(key, window) if b is not None]
+            launches += sum(total(work.draft_launches(drafter, b)) + KEPT_LAUNCHES * kept for b in buckets)
+    return launches * (1 + masks) * GRAPH_BYTES + 2 * -(-own_bytes(sizes, kept) // SEGMENT_BYTES) * SEGMENT_BYTES
+
+
+def own_bytes(sizes: Sizes, kept: bool) -> int:
+    """Most bytes that the launches of a graph compute in memory of their own: which places are observed, and where they go."""
+    longs = 5 * sizes.pieces + 65 * sizes.pieces + (14 * sizes.most_observed + 4 * sizes.places if kept else 0)
+    return 8 * longs + 64 * 512
+
+
+def step_memory(sizes: Sizes, rows: int, vocab: int, kept: int = 0) -> Table:
+    """Bytes that a stepper allocates beside the models' workspaces: state of rows and what is sent, and buffers of a step. kept:
+    bytes of the keys that a drafter has of a token, where a prefix cache keeps them."""
     places, pieces = sizes.places, max(sizes.pieces, 1)
     one = 3 * 16 + sum(_up(places * n) for n in (8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 1, 1, 1, 32, 4))
     one += 2 * _up(4 * places + 4) + _up(8 * pieces)
@@ -148,7 +178,8 @@ def step_memory(sizes: Sizes, rows: int, vocab: int) -> Table:
     depth = sizes.block - 1
     candidates = sizes.rows[-1] * depth * (segments * (64 * 8 + 8) + 64 * 12 + 4) if sizes.block else 0
     masks = 4 * verified + LINES * 4 * -(-vocab // 32)
-    return (("rows", state), ("step buffers", trees + flat + accept + chosen + results + candidates + masks))
+    between = kept * sizes.most_observed
+    return (("rows", state), ("step buffers", trees + flat + accept + chosen + results + candidates + masks + between))
 
 
 def _up(size: int) -> int:
