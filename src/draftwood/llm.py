@@ -103,8 +103,13 @@ class LLM:
         self.engine.follow()
 
     def warm(self) -> None:
-        """Do now what the first requests would wait for: a GPU's graphs of all sizes, seconds."""
+        """Do now what the first requests would wait for, seconds: a GPU's graphs of all sizes, the process that tries grammars."""
+        grammars = self.engine.parts.grammars
+        if grammars is not None and self.rank == 0:
+            grammars.begin()
         self.engine.stepper.warm()
+        if grammars is not None:
+            grammars.warm()
 
     def close(self) -> None:
         """End the other ranks; the object is of no use afterwards."""

@@ -71,7 +71,10 @@ def test_an_answer_ends_with_its_first_call_where_only_one_is_wanted(width):
     with serving(lambda: FakeLLM(script=runs(ANSWER, width), thinks=True)) as server:
         (choice,) = chat(server, tools=[TOOL], parallel_tool_calls=False).choices
         (none,) = chat(server, tools=[TOOL], tool_choice="none", parallel_tool_calls=False).choices
-    assert choice.finish_reason == "tool_calls"
+        end = vocabulary.tokenizer().special["<|tool_call_end|>"]
+        (asked,) = chat(server, tools=[TOOL], parallel_tool_calls=False, extra_body={"stop_token_ids": [end]}).choices
+    assert (choice.finish_reason, choice.stop_reason) == ("tool_calls", None), "the caller named no stop"
+    assert (asked.finish_reason, asked.stop_reason) == ("tool_calls", end)
     assert [call.id for call in choice.message.tool_calls] == ["functions.search:0"]
     assert choice.message.content == "I look."
     assert none.finish_reason == "stop"

@@ -13,6 +13,10 @@ import httpx
 import pytest
 
 from draftwood import cli, nano
+from draftwood.config import Options
+from draftwood.engine.request import SamplingParams
+from draftwood.errors import RequestError
+from draftwood.server import serve
 from tests.server.serving import until
 
 
@@ -98,6 +102,15 @@ def test_a_crash_answers_with_500_and_exits_with_1_and_one_line():
         assert running.wait(30) == 1
         err = running.communicate()[1]
     assert err.splitlines()[-1] == "draftwood serve: rank 1 is gone" and "Traceback" not in err
+
+
+def test_a_server_that_is_ready_tries_grammars_at_once(monkeypatch):
+    pytest.importorskip("xgrammar")
+    with serve._load(Options(str(nano.path()), max_num_seqs=1, device="cpu")) as llm:
+        monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("the first request waits for a process"))
+        bomb = {"type": "regex", "regex": "(((a{1,999}){1,999}){1,999}){1,999}"}
+        with pytest.raises(RequestError, match="response_format cannot be used"):
+            llm.check([1], SamplingParams(response_format=bomb))
 
 
 def test_a_taken_port_is_one_line(capsys):

@@ -41,6 +41,25 @@ def grammars():
     found.close()
 
 
+def test_what_was_warmed_is_ready_and_without_xgrammar_there_is_nothing_to_warm(monkeypatch):
+    warm = Grammars(lambda: ([WORDS.token_bytes(i) for i in range(VOCAB)], WORDS.special), STOPS, VOCAB)
+    warm.begin()
+    warm.warm()
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process is started for the first request"))
+    monkeypatch.setattr("draftwood.spec.grammar.compiler", lambda _: pytest.fail("the first request imports"))
+    try:
+        assert allowed(begin(warm, {"type": "regex", "regex": "q"})) == set(WORDS.encode("q"))
+    finally:
+        warm.close()
+    monkeypatch.setattr("draftwood.spec.grammar._installed", lambda: False)
+    bare = Grammars(lambda: pytest.fail("the vocabulary is read for nothing"), STOPS, VOCAB)
+    bare.begin()
+    bare.warm()
+    with pytest.raises(RequestError, match=r"draftwood\[grammar\]"):
+        begin(bare, JSON)
+    bare.close()
+
+
 def begin(grammars, form, reasoning=False):
     grammar = tool_grammar([TOOL], WORDS.special) if form == "tools" else response_grammar(form)
     return grammars.start(grammars.check(grammar, [THINK] if reasoning else [1]))

@@ -57,6 +57,11 @@ def test_a_mask_may_wait_for_the_cpu_but_not_use_much_of_it(tool, monkeypatch, p
     assert said in found and bool(said) == bool(found)
 
 
+def test_padding_behind_the_vocabulary_is_no_token(tool):
+    nothing = judge.compile_text(tool, "regex", "c")  # not in the vocabulary
+    assert judge.judge(nothing, WORDS) == "it allows no answer"
+
+
 def test_a_process_that_stopped_talking_but_lives_is_ended_and_told(monkeypatch):
     deaf = "import os, time; os.close(1); time.sleep(60)"
     monkeypatch.setattr(judge.Judge, "_start", lambda self: self._process)

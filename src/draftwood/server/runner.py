@@ -59,6 +59,8 @@ class Ticket:
     params: SamplingParams
     receiver: Receiver
     reader: AnswerStream | None = None
+    ends: frozenset[int] = frozenset()
+    """Stop tokens that the caller did not ask for: an answer that one of them ends has no stop reason."""
     created: float = field(default_factory=time.monotonic)
     answer: Answer | None = None
     """The engine thread's own."""

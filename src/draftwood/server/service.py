@@ -98,22 +98,23 @@ class Service:
         tools = ask.offered_tools()
         template = ask.template()
 
-        def prepare() -> tuple[list[int], SamplingParams]:
+        def prepare() -> tuple[list[int], SamplingParams, frozenset[int]]:
             ids = llm.chat_ids(ask.rendered_messages(), tools, **template)
             special = {} if llm.tokenizer is None else llm.tokenizer.special
             params = replace(ask.sampling(self._defaults), grammar=ask.required_tools(special))
+            asked = params.stop_token_ids
             if params.grammar is None:
-                params = replace(params, stop_token_ids=(*params.stop_token_ids, *ask.ends(special)))
+                params = replace(params, stop_token_ids=(*asked, *ask.ends(special)))
             llm.check(ids, params)
-            return ids, params
+            return ids, params, frozenset(params.stop_token_ids) - frozenset(asked)
 
         with _named({"prompt": "messages", "max_tokens": _limit_name(ask)}):
-            ids, params = await self.work(prepare)
+            ids, params, ends = await self.work(prepare)
         tokenizer = llm.tokenizer
         assert tokenizer is not None, "a chat template comes with a tokenizer"
         inside = opens_reasoning(ids, tokenizer)
         readers = [AnswerStream(tokenizer, params.stop, inside, tools) for _ in range(ask.n or 1)]
-        return self._open([(ids, choice_params(params, i), reader) for i, reader in enumerate(readers)])
+        return self._open([(ids, choice_params(params, i), reader) for i, reader in enumerate(readers)], ends)
 
     async def complete(self, ask: CompletionRequest, llm: LLM) -> tuple[Exchange, list[Ticket]]:
         """Open the answers of a completion: `n` for each prompt, in order. Raises as `chat`."""
@@ -135,12 +136,12 @@ class Service:
         self.metrics.saw_unknown(ask.unknown())
 
     def _open(
-        self, asks: Sequence[tuple[list[int], SamplingParams, AnswerStream | None]]
+        self, asks: Sequence[tuple[list[int], SamplingParams, AnswerStream | None]], ends: frozenset[int] = frozenset()
     ) -> tuple[Exchange, list[Ticket]]:
         exchange = Exchange(self.runner, self._observe, self.metrics.left)
         if len(asks) > (most := self.runner.most()):
             raise RequestError(f"{len(asks)} answers are more than the {most} that may be open here; ask for fewer", "n")
-        tickets = [Ticket(i, ids, params, exchange, reader) for i, (ids, params, reader) in enumerate(asks)]
+        tickets = [Ticket(i, ids, params, exchange, reader, ends) for i, (ids, params, reader) in enumerate(asks)]
         exchange.open(tickets)
         return exchange, tickets
 

@@ -130,7 +130,8 @@ class Shape(abc.ABC):
         return sum(c.last.usage.cached_tokens for c in choices[::each])
 
     def _extras(self, choice: Choice, ids: Sequence[int] | None) -> dict[str, Any]:
-        extras: dict[str, Any] = {"stop_reason": choice.last.stop}
+        stop = choice.last.stop
+        extras: dict[str, Any] = {"stop_reason": None if stop in choice.ticket.ends else stop}
         if self.timings:
             extras["timings"] = timings(choice)
         if self.token_ids and ids is not None:

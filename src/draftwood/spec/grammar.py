@@ -52,6 +52,8 @@ class Edges:
     """What is allowed in the reasoning."""
     ended: NDArray[np.int32]
     """The tokens that end an answer."""
+    tokens: NDArray[np.int32]
+    """All tokens. Bits behind the last one are padding, and xgrammar sets them."""
     stops: frozenset[int]
 
 
@@ -142,7 +144,7 @@ class Constraint:
             bits[at] = self._edges.ended
         else:
             self._matcher.fill_next_token_bitmask(bits, at)
-            if not bits[at].any():  # a grammar that led nowhere: the answer ends
+            if not (bits[at] & self._edges.tokens).any():  # a grammar that led nowhere: the answer ends
                 bits[at] = self._edges.ended
 
 
@@ -220,22 +222,39 @@ class Grammars:
         self._judge: Judge | None = None
         self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
+    def begin(self) -> None:
+        """Start the process that tries grammars beside whatever comes next; `warm` waits for it. Nothing without xgrammar."""
+        if _installed():
+            with self._lock:
+                self._prepare().begin()
+
+    def warm(self) -> None:
+        """Do now what the first grammar would wait for, seconds: imports here and, if it was begun, in the process that tries
+        grammars. Nothing without xgrammar. Raises DraftwoodError when the process does not start."""
+        if not _installed():
+            return
+        with self._lock:
+            begun = self._judge
+            self._tool()
+        if begun is not None:
+            begun.wait()
+
     def check(self, grammar: Grammar, prompt: Sequence[int]) -> Grammar:
         """Return the grammar as the request needs it after `prompt`. Raises RequestError for one that cannot be used.
 
         A grammar that was not seen lately is tried first in a process of its own, for at most judge.TRY_SECONDS.
         """
-        if importlib.util.find_spec("xgrammar") is None:
+        if not _installed():
             need = "needs xgrammar: install it with `pip install draftwood[grammar]`"
             raise RequestError(f"{grammar.param} {need}", grammar.param)
         with self._lock:
             judge, known = self._prepare(), (grammar.kind, grammar.text) in self._kept
-            think = self._special.get("<think>")
+            tool, think = self._tool(), self._special.get("<think>")
         if not known:
             fault = judge.ask(grammar.kind, grammar.text)  # seconds, in which rows may start
             if fault:
                 raise RequestError(f"{grammar.param} cannot be used: {fault[:300]}", grammar.param)
-            compiled = compile_text(self._compiler, grammar.kind, grammar.text)
+            compiled = compile_text(tool, grammar.kind, grammar.text)
             with self._lock:
                 self._keep(grammar, compiled)
         return dataclasses.replace(grammar, reasoning=think is not None and len(prompt) > 0 and prompt[-1] == think)
@@ -245,7 +264,6 @@ class Grammars:
         import xgrammar
 
         with self._lock:
-            self._prepare()
             compiled = self._compiled(grammar)
         matcher = xgrammar.GrammarMatcher(compiled)
         return Constraint(matcher, self._edges(grammar.opens), grammar.reasoning)
@@ -256,21 +274,26 @@ class Grammars:
             self._judge.close()
 
     def _prepare(self) -> Judge:
-        """Load the vocabulary and xgrammar, the first time."""
+        """Load the vocabulary, the first time."""
         if self._judge is None:
             tokens, self._special = self._load()
             # A byte that is in no UTF-8 text keeps grammars from spelling special tokens; they can only be named.
             special = set(self._special.values())
             marked = [b"\xff" + text if id in special else text for id, text in enumerate(tokens)]
             marked += [b""] * (self._vocab - len(marked))
-            vocabulary = Vocabulary(marked, self._stops)
-            self._compiler, self._judge = compiler(vocabulary), Judge(vocabulary)
+            self._judge = Judge(Vocabulary(marked, self._stops))
         return self._judge
+
+    def _tool(self) -> Any:
+        """Return the compiler; import xgrammar, the first time."""
+        if self._compiler is None:
+            self._compiler = compiler(self._prepare().vocabulary)
+        return self._compiler
 
     def _compiled(self, grammar: Grammar) -> Any:
         key = (grammar.kind, grammar.text)
         if key not in self._kept:
-            self._keep(grammar, compile_text(self._compiler, *key))
+            self._keep(grammar, compile_text(self._tool(), *key))
         self._kept.move_to_end(key)
         return self._kept[key]
 
@@ -289,7 +312,12 @@ class Grammars:
         waiting = np.ones(width * 32, bool)
         forbidden = [*self._stops, *(self._special[name] for name in _TOOL_MARKERS if name in self._special)]
         waiting[[id for id in forbidden if id != opens]] = False
-        return Edges(self._special.get("</think>"), opens, _pack(waiting), _pack(ended), frozenset(self._stops))
+        tokens = np.arange(width * 32) < self._vocab
+        return Edges(self._special.get("</think>"), opens, _pack(waiting), _pack(ended), _pack(tokens), frozenset(self._stops))
+
+
+def _installed() -> bool:
+    return importlib.util.find_spec("xgrammar") is not None
 
 
 def unpack(bits: NDArray[np.int32], vocab: int) -> NDArray[np.bool_]:

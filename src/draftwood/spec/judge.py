@@ -90,9 +90,9 @@ def words(vocab: int) -> int:
     return (vocab + 31) // 32
 
 
-def allowed_ids(bits: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return the tokens whose bit is set; bits [W]."""
-    return np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+def allowed_ids(bits: NDArray[np.int32], vocab: int | None = None) -> NDArray[np.int64]:
+    """Return the tokens whose bit is set; bits [W], of which those from `vocab` on are padding and may be set."""
+    return np.flatnonzero(np.unpackbits(bits.view(np.uint8), count=vocab, bitorder="little"))
 
 
 def judge(compiled: Any, vocabulary: Vocabulary, seed: int = 0) -> str:
@@ -109,7 +109,7 @@ def judge(compiled: Any, vocabulary: Vocabulary, seed: int = 0) -> str:
         matcher.fill_next_token_bitmask(bits, 0)
         if time.process_time() - start > MASK_SECONDS:
             return "it takes too long to follow; make it simpler"
-        ids = [int(id) for id in allowed_ids(bits[0]) if int(id) not in stops]
+        ids = [int(id) for id in allowed_ids(bits[0], len(vocabulary.tokens)) if int(id) not in stops]
         if not ids:
             return "it allows no answer" if count == 0 and not matcher.is_completed() else ""
         last = rng.choice(ids)
@@ -136,9 +136,21 @@ class Judge:
     """The process, started when it is first needed. Threads may share it; one grammar is tried at a time."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        """True when the process has said that it has the vocabulary."""
         self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Start the process and do not wait for it: its imports take seconds."""
+        with self._lock:
+            self._launch()
+
+    def wait(self) -> None:
+        """Start the process, if it does not run, and wait until it can be asked. Raises DraftwoodError if it cannot start."""
+        with self._lock:
+            self._start()
 
     def ask(self, kind: str, text: str) -> str:
         """Return what is wrong with a grammar, nothing if it can be used. Raises DraftwoodError if it cannot start."""
@@ -149,7 +161,7 @@ class Judge:
                 return "it ended the process that checks grammars; make it simpler"
             return str(answer)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _launch(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "draftwood.spec.judge"],
@@ -158,10 +170,16 @@ class Judge:
                 stderr=subprocess.DEVNULL,
                 env=inherit(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
             )
-            if self._exchange(self._process, self._vocabulary, START_SECONDS) != "ready":
+        return self._process
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = self._launch()
+        if not self._ready:
+            if self._exchange(process, self.vocabulary, START_SECONDS) != "ready":
                 self._end()
                 raise DraftwoodError("the process that checks grammars did not start; see `python -m draftwood.spec.judge`")
-        return self._process
+            self._ready = True
+        return process
 
     def _exchange(self, process: subprocess.Popen[bytes], message: Any, seconds: float) -> Any:
         """Send a message and return the answer, None when there is none in time."""
@@ -183,7 +201,7 @@ class Judge:
                 if pipe is not None:
                     with contextlib.suppress(OSError):  # what was not sent is of no use
                         pipe.close()
-            self._process = None
+            self._process, self._ready = None, False
 
     def close(self) -> None:
         """End the process."""
@@ -193,18 +211,18 @@ class Judge:
 
 def main() -> None:
     """Read the vocabulary and then grammars from stdin, answer on stdout, until stdin ends."""
+    import xgrammar  # noqa: F401  # seconds, while the vocabulary is still to come
+
     read, write = sys.stdin.buffer, sys.stdout.buffer
-    vocabulary = pickle.load(read)
-    tool = compiler(vocabulary)
-    answer: str = "ready"
-    while True:
-        pickle.dump(answer, write)
-        write.flush()
-        try:
+    with contextlib.suppress(EOFError):
+        vocabulary = pickle.load(read)
+        tool = compiler(vocabulary)
+        answer: str = "ready"
+        while True:
+            pickle.dump(answer, write)
+            write.flush()
             kind, text, seconds = pickle.load(read)
-        except EOFError:
-            return
-        answer = _apart(tool, vocabulary, kind, text, seconds)
+            answer = _apart(tool, vocabulary, kind, text, seconds)
 
 
 def _apart(tool: Any, vocabulary: Vocabulary, kind: str, text: str, seconds: float) -> str:
