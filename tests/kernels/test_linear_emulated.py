@@ -64,6 +64,25 @@ def test_both_kernels_give_the_product_and_the_same_bits_in_any_company(
 
 
 @emulated
+@pytest.mark.parametrize(
+    ("name", "early"), [("eight in a cluster of four", False), ("eight in a cluster of four", True), ("swiglu, a tail", False)]
+)
+def test_warp_group_products_give_the_same_bits_and_read_no_rows_beyond_the_count(
+    name: str, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if early:
+        monkeypatch.setenv("EMULATED_EARLY", "1")
+    shape = SHAPES[name]
+    x, weight, _ = _make(shape, 41)
+    want = op.linear(x, weight)
+    form = plan.gmma_forms(shape, 5)[0]
+    x[39:] = float("nan")
+    out = torch.full_like(want, 7)
+    op.linear(x, weight, out, rows=torch.tensor([39], dtype=torch.int32), form=form)  # two passes of 40 rows
+    assert torch.equal(out[:39], want[:39]) and bool((out[39:] == 7).all())
+
+
+@emulated
 @pytest.mark.slow
 def test_forms_for_small_shared_memory_and_every_width_give_the_same_bits() -> None:
     shape = Shape(480, 1536)
@@ -71,6 +90,7 @@ def test_forms_for_small_shared_memory_and_every_width_give_the_same_bits() -> N
     want = op.linear(x, weight)
     forms = [plan.stream_form(shape, plan.PRO_6000)]
     forms += [f for t in plan.TILES for machine in (plan.H200, plan.PRO_6000) for f in plan.wide_forms(shape, t, machine)]
+    forms += [f for t in plan.GMMA_WARPS for f in plan.gmma_forms(shape, t)]
     for form in dict.fromkeys(forms):
         assert torch.equal(op.linear(x, weight, form=form), want), form
 

@@ -53,12 +53,13 @@ namespace emulated {
 constexpr int SHARED = 232448;
 alignas(128) static unsigned char shared[SHARED];
 struct Fiber { ucontext_t context; std::vector<char> stack; bool done; };
-struct Copy { u32 to; const void* from; bool zero; };
+struct Copy { u32 to; const void* from; bool zero; int bytes; };
 static std::vector<Fiber> fibers;
 static std::vector<std::deque<std::vector<Copy>>> copies;   // of each thread: groups, the last one still open
 static ucontext_t scheduler;
 static int current, alive;
 static std::function<void()> body;
+static bool (*unfinished)();                                // of another header: whether this thread must not end yet
 static bool early;
 static char failure[200];                                   // empty, or why the grid was given up
 inline void leave() { swapcontext(&fibers[current].context, &scheduler); }
@@ -89,8 +90,8 @@ inline unsigned char* place(u32 a, int bytes) {
   return shared + a;
 }
 inline void perform(const Copy& c) {
-  if (c.zero) memset(place(c.to, 16), 0, 16);
-  else memcpy(place(c.to, 16), c.from, 16);
+  if (c.zero) memset(place(c.to, c.bytes), 0, c.bytes);
+  else memcpy(place(c.to, c.bytes), c.from, c.bytes);
 }
 inline void enqueue(const Copy& c) {
   if (early) perform(c);
@@ -99,6 +100,7 @@ inline void enqueue(const Copy& c) {
 inline void thread_main() {
   body();
   for (auto& group : copies[threadIdx.x]) if (!group.empty()) fail("ends with copies on their way");
+  if (unfinished && unfinished()) fail("ends with products on their way");
   fibers[current].done = true;
   alive--;
   swapcontext(&fibers[current].context, &scheduler);
@@ -206,7 +208,7 @@ inline uint2 shared_load8(u32 a) { uint2 v; memcpy(&v, emulated::place(a, 8), 8)
 inline void shared_store16(u32 a, const uint4& v) { memcpy(emulated::place(a, 16), &v, 16); }
 inline void copy16_or_zero(bool on, u32 to, const void* from) {
   if ((uintptr_t)from % 16) emulated::fail("copied address not aligned");
-  emulated::enqueue({to, from, !on});
+  emulated::enqueue({to, from, !on, 16});
 }
 inline void copy16(u32 to, const void* from) { copy16_or_zero(true, to, from); }
 inline void copy16_if(bool on, u32 to, const void* from) { if (on) copy16(to, from); }

@@ -46,6 +46,10 @@ inline float cluster_load(u32 a) {
   return v;
 }
 inline float2 cluster_load2(u32 a) { return {cluster_load(a), cluster_load(a + 4)}; }
+inline float4 cluster_load4(u32 a) {
+  emulated::place(a & 0xffffff, 16);
+  return {cluster_load(a), cluster_load(a + 4), cluster_load(a + 8), cluster_load(a + 12)};
+}
 inline void block_or_cluster_sync() {
   __syncthreads();
   if (CLUSTER > 1 && threadIdx.x == 0) memcpy(left_behind[blockIdx.x], emulated::shared, emulated::SHARED);
@@ -61,6 +65,11 @@ __device__ __forceinline__ u32 address_in(u32 a, u32 rank) {       // the same p
 __device__ __forceinline__ float2 cluster_load2(u32 a) {
   float2 v;
   asm volatile("ld.shared::cluster.v2.f32 {%0,%1},[%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory");
+  return v;
+}
+__device__ __forceinline__ float4 cluster_load4(u32 a) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a) : "memory");
   return v;
 }
 __device__ __forceinline__ float cluster_load(u32 a) {
@@ -122,5 +131,46 @@ __device__ __forceinline__ void fold(u32 part, int rank, int columns, int row0, 
     if (row0 + r >= N) continue;
     if (GLU) ((bf16*)out.y)[(first + t) * out.stride + row0 / 2 + j] = __float2bfloat16(silu(v.x) * v.y);
     else store2(out, (first + t) * out.stride + row0 + r, v.x, v.y);
+  }
+}
+
+// As fold with SEG = 1, for many tokens: an item is four outputs of one token (GLU: four gates and their ups), so that half as
+// many loads of the cluster's shared memory bring them.
+template <u32 RSTRIDE, int ROWS, int THREADS>
+__device__ __forceinline__ void fold_quads(u32 part, int rank, int columns, int row0, int first, int n, int N, const Output& out) {
+#ifdef EMULATION
+  if (CLUSTER > 1 && rank < CLUSTER - 1) return;
+  if (CLUSTER > 1) rank = 0;
+  constexpr int BY = THREADS;
+#else
+  constexpr int BY = CLUSTER * THREADS;
+#endif
+  constexpr int QUADS = ROWS / (GLU ? 8 : 4);
+  const int count = min(columns, n - first) * QUADS;
+  for (int i = rank * THREADS + threadIdx.x; i < count; i += BY) {
+    const int t = i / QUADS, j = i % QUADS, r = GLU ? (j >> 1) * 16 + (j & 1) * 4 : 4 * j;
+    const u32 a = part + (t * RSTRIDE + r) * 4;
+    float4 p[CLUSTER], u[CLUSTER];
+#pragma unroll
+    for (int s = 0; s < CLUSTER; s++) {
+      const u32 m = CLUSTER > 1 ? address_in(a, s) : a;
+      p[s] = cluster_load4(m);
+      if (GLU) u[s] = cluster_load4(m + 32);
+    }
+    float4 v = p[0], w = u[0];
+#pragma unroll
+    for (int s = 1; s < CLUSTER; s++) {
+      v.x = add_rn(v.x, p[s].x); v.y = add_rn(v.y, p[s].y); v.z = add_rn(v.z, p[s].z); v.w = add_rn(v.w, p[s].w);
+      if (GLU) { w.x = add_rn(w.x, u[s].x); w.y = add_rn(w.y, u[s].y); w.z = add_rn(w.z, u[s].z); w.w = add_rn(w.w, u[s].w); }
+    }
+    if (row0 + r >= N) continue;
+    const long long at = (first + t) * out.stride + (GLU ? row0 / 2 + 4 * j : row0 + r);
+    if (GLU) {
+      v = make_float4(silu(v.x) * w.x, silu(v.y) * w.y, silu(v.z) * w.z, silu(v.w) * w.w);
+      for (int e = 0; e < 2; e++) *reinterpret_cast<u32*>((bf16*)out.y + at + 2 * e) = e ? pack_bf16(v.z, v.w) : pack_bf16(v.x, v.y);
+    } else {
+      store2(out, at, v.x, v.y);
+      store2(out, at + 2, v.z, v.w);
+    }
   }
 }

@@ -16,7 +16,7 @@ from draftwood.kernels.linear import plan, ref
 from draftwood.kernels.linear.plan import Form, Shape
 
 _FOLDER = Path(__file__).parent
-_FILES = {"linear_stream": "stream.cu", "linear_wide": "wide.cu"}
+_FILES = {"linear_stream": "stream.cu", "linear_wide": "wide.cu", "linear_gmma": "gmma.cu"}
 _NULL = np.uint64(0)
 
 
@@ -135,6 +135,8 @@ def _check(x: Tensor, shape: Shape, out: Tensor, wanted: tuple[int, ...], residu
         raise ValueError(f"x must be bf16 with contiguous rows that start on 16 bytes; it is {x.dtype}, strides {x.stride()}")
     if tuple(out.shape) != wanted or out.stride(-1) != 1 or any(s % 2 for s in out.stride()[:-1]):
         raise ValueError(f"out must be {wanted} with contiguous, even rows; it is {tuple(out.shape)}, strides {out.stride()}")
+    if any(t is not None and t.data_ptr() % (2 * t.element_size()) for t in (out, residual)):
+        raise ValueError("out and residual must start on the place of a pair of values: pairs are stored at once")
     if out.dtype not in (torch.bfloat16, torch.float32) or (shape.glu and out.dtype != torch.bfloat16):
         raise ValueError(f"out is {out.dtype}; a product is bf16 or float32, a SwiGLU bf16")
     if residual is not None:

@@ -7,6 +7,7 @@ of x, nor on the machine.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 from draftwood.kernels.linear.tuned import TUNED
@@ -17,6 +18,8 @@ TILES = {2: 28, 3: 24, 5: 16, 9: 11, 16: 8}
 """8-row tiles of x that the wide kernel is compiled for, up to 16, 24, 40, 72 and 128 rows in one pass; and how many of its warps
 the registers of a multiprocessor hold."""
 STREAM_WARPS = 32
+GMMA_WARPS = {1: 32, 2: 28, 3: 28, 5: 24, 9: 20, 16: 16}
+"""The same for the warp-group products of sm_90, which also serve the rows of the stream kernel."""
 MAX_ROWS = max(TILES) * 8
 MANY = 8
 """Passes that a form for more rows is made for: a prompt's chunk."""
@@ -197,17 +200,59 @@ def wide_forms(shape: Shape, tiles: int, machine: Machine = H200, passes: int = 
         total = f.load(s, machine) * f.starved(4096, machine) ** 0.5 * alone * share
         return round(total, 2), -min(f.depth, 4), -min(f.x_steps * tiles, 10), -f.depth
 
-    def form(block: int, depth: int, x_steps: int) -> Form:
-        macros = _macros(shape, CLUSTER=s, TILES=tiles, BLOCK=block, DEPTH=depth, XSTEPS=x_steps)
-        warps = -(-block // 2)
-        return Form("linear_wide", macros, 32 * warps, _wide_shared(warps, tiles, depth, x_steps), 16 * block, 8 * tiles, s)
+    found: dict[object, Form] = {}
+    for best in sorted(fits, key=cost):
+        found.setdefault((best.together(machine), best.x_steps), _wide_form(shape, tiles, best.tiles, best.depth, best.x_steps))
+    return tuple(found.values())
+
+
+def _wide_form(shape: Shape, tiles: int, block: int, depth: int, x_steps: int) -> Form:
+    s, warps = segments(shape), -(-block // 2)
+    macros = _macros(shape, CLUSTER=s, TILES=tiles, BLOCK=block, DEPTH=depth, XSTEPS=x_steps)
+    return Form("linear_wide", macros, 32 * warps, _wide_shared(warps, tiles, depth, x_steps), 16 * block, 8 * tiles, s)
+
+
+def _gmma_shared(block: int, tiles: int, depth: int, x_steps: int) -> int:
+    ring = (depth - 2 + 2 * x_steps) * tiles * 1024 + block * depth * 2048
+    return max(ring, tiles * 8 * (block * 16 + 4) * 4)
+
+
+def _gmma_form(shape: Shape, tiles: int, block: int, depth: int, x_steps: int) -> Form:
+    s = segments(shape)
+    macros = _macros(shape, CLUSTER=s, TILES=tiles, BLOCK=block, DEPTH=depth, XSTEPS=x_steps)
+    shared = _gmma_shared(block, tiles, depth, x_steps)
+    return Form("linear_gmma", macros, 128 * -(-block // 4), shared, 16 * block, 8 * tiles, s)
+
+
+GMMA_FORMS = 4
+"""Forms of the warp-group kernel that are worth measuring for a shape and a number of rows."""
+
+
+@functools.cache
+def gmma_forms(shape: Shape, tiles: int, passes: int = 1) -> tuple[Form, ...]:
+    """Return forms of the warp-group kernel of an H200 for `passes` times 8 * `tiles` rows of x, the cheapest first: as
+    `wide_forms`, with a row tile for a warp and blocks of up to five groups of warps."""
+    s, fits = segments(shape), []
+    most = shape.outputs // 16 if shape.heads > 1 else GMMA_WARPS[tiles]
+    for block in range(1, min(GMMA_WARPS[tiles], 20, most) + 1):
+        groups, blocks = -(-block // 4), -(-shape.outputs // (16 * block)) * shape.heads * s * passes
+        for resident in range(1, min(8, GMMA_WARPS[tiles] // (4 * groups)) + 1):
+            for depth, x_steps in itertools.product((3, 4, 5, 6, 8), (1, 2)):
+                shared = _gmma_shared(block, tiles, depth, x_steps)
+                fitting = (shared + RESERVED) * resident <= H200.total and shared <= H200.block
+                if fitting and (depth <= -(-shape.steps // s) + 1 or depth == 3):
+                    fits.append(_Fit(block, block, resident, blocks, depth, x_steps))
+
+    def cost(f: _Fit) -> tuple[float, int, int]:
+        """As of the wide kernel. L2 gives a third more than the memory, to weights and to x, which goes to every block."""
+        alone = ALONE[min(f.together(H200), len(ALONE)) - 1]
+        share = max(1 + 0.08 * tiles / f.tiles, 0.73 * (1 + tiles / f.tiles / 2))
+        return round(f.load(s, H200) * f.starved(2048, H200) ** 0.5 * alone * share, 2), -min(f.depth, 5), -f.x_steps
 
     found: dict[object, Form] = {}
-    if machine == H200 and passes == 1 and (fastest := TUNED.get((shape.outputs, shape.inputs, shape.heads, tiles))):
-        found["measured"] = form(*fastest)
     for best in sorted(fits, key=cost):
-        found.setdefault((best.together(machine), best.x_steps), form(best.tiles, best.depth, best.x_steps))
-    return tuple(dict.fromkeys(found.values()))
+        found.setdefault((best.together(H200), best.x_steps), _gmma_form(shape, tiles, best.tiles, best.depth, best.x_steps))
+    return tuple(found.values())[:GMMA_FORMS]
 
 
 def _tail(shape: Shape) -> int:
@@ -221,10 +266,41 @@ def _macros(shape: Shape, **given: int) -> tuple[tuple[str, int], ...]:
 def forms_for(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]:
     """Return what may run `n` rows of x (the capacity; the actual number may be smaller), the form in use first. More than 128
     rows take several passes."""
+    if machine != H200 or n <= STREAM_ROWS or (fastest := TUNED.get(tuning_key(shape, n))) is None:
+        return computed(shape, n, machine)
+    form = _MAKE[fastest[0]](shape, _passes(n)[0], *fastest[1:])
+    return tuple(dict.fromkeys((form, *computed(shape, n, machine))))
+
+
+def computed(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]:
+    """Return `forms_for` by counting alone, whatever was measured."""
     if n <= STREAM_ROWS:
         return (stream_form(shape, machine),)
-    tiles = next((t for t in TILES if 8 * t >= n), max(TILES))
-    return wide_forms(shape, tiles, machine, 1 if n <= MAX_ROWS else MANY)
+    tiles, passes = _passes(n)
+    return wide_forms(shape, tiles, machine, passes)
+
+
+_MAKE = {"wide": _wide_form, "gmma": _gmma_form}
+KNOBS = ("BLOCK", "DEPTH", "XSTEPS")
+"""Macros that TUNED gives, in its order."""
+
+
+def tuning_key(shape: Shape, n: int) -> tuple[int, int, int, int]:
+    """Return the key of TUNED for n rows."""
+    tiles, passes = _passes(n)
+    return shape.outputs, shape.inputs, shape.heads, tiles * passes
+
+
+def _passes(n: int) -> tuple[int, int]:
+    """8-row tiles of a pass, and passes that a form is made for."""
+    if n <= STREAM_ROWS:
+        return 1, 1
+    return next((t for t in TILES if 8 * t >= n), max(TILES)), 1 if n <= MAX_ROWS else MANY
+
+
+def candidates(shape: Shape, n: int) -> tuple[Form, ...]:
+    """Return what a sweep of an H200 measures for `n` rows of x, the form in use first."""
+    return tuple(dict.fromkeys((*forms_for(shape, n), *gmma_forms(shape, *_passes(n)))))
 
 
 def form_for(shape: Shape, n: int, machine: Machine = H200) -> Form:

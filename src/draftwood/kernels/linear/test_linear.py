@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from draftwood.kernels import check, jit
-from draftwood.kernels.linear import op, plan, ref
+from draftwood.kernels.check import Variant
+from draftwood.kernels.linear import op, plan, ref, sweep
 from draftwood.kernels.linear.plan import Shape
 from draftwood.kernels.linear.tuned import TUNED
 
@@ -146,7 +147,7 @@ def test_every_form_sums_the_segments_of_its_shape() -> None:
         s = plan.segments(shape)
         assert shape.steps >= s
         for machine, n in itertools.product((plan.H200, plan.B300, plan.PRO_6000), (1, 8, 9, 33, 65, 128, 300)):
-            for form in plan.forms_for(shape, n, machine):
+            for form in plan.candidates(shape, n) if machine == plan.H200 else plan.forms_for(shape, n, machine):
                 macros = dict(form.macros)
                 assert macros["CLUSTER"] * macros.get("KWARPS", 1) == s
                 assert form.shared <= machine.block
@@ -169,9 +170,29 @@ def test_wide_blocks_load_the_multiprocessors_of_an_h200_evenly() -> None:
 
 def test_forms_measured_to_be_the_fastest_are_used() -> None:
     shapes = {(s.outputs, s.inputs, s.heads): s for world in (1, 8) for s in plan.k26_shapes(world).values()}
-    for (*key, tiles), knobs in TUNED.items():
-        macros = dict(plan.form_for(shapes[tuple(key)], 8 * tiles).macros)
-        assert (macros["BLOCK"], macros["DEPTH"], macros["XSTEPS"]) == knobs
+    for (*key, tiles), (kernel, *knobs) in TUNED.items():
+        form = plan.form_for(shapes[tuple(key)], 8 * tiles)
+        assert form.entry == f"linear_{kernel}" and [dict(form.macros)[k] for k in plan.KNOBS] == knobs
+
+
+def test_a_sweep_chooses_the_fastest_form_of_the_right_bits() -> None:
+    name, shape = "tp1 o", plan.k26_shapes()["o"]
+    usual, other = plan.computed(shape, 65)[:2]
+    group = plan.gmma_forms(shape, 9)[0]
+    first = {"case": name, "rows": 65, "same_bits": True}
+    lines = [
+        first | {"entry": form.entry, **dict(form.macros), "us": us} for form, us in ((usual, 40.0), (other, 39.9), (group, 30.0))
+    ]
+    chosen = ("gmma", *(dict(group.macros)[k] for k in plan.KNOBS))
+    assert sweep.choose(lines) == f"    {(7168, 8192, 1, 9)}: {chosen},\n".replace("'", '"')
+    assert sweep.choose([*lines[:2], lines[2] | {"same_bits": False}]) == ""
+
+
+def test_warp_group_forms_hold_more_rows_of_weights_than_tokens_where_both_come_from_l2() -> None:
+    """x goes to every block: at 128 rows a block of at least 8 row tiles reads no more of it than of the weights."""
+    for name in ("o", "dense gate_up", "lm_head", "draft fc", "shared down"):
+        macros = dict(plan.gmma_forms(plan.k26_shapes()[name], 16)[0].macros)
+        assert macros["BLOCK"] >= 8, name
 
 
 def test_variants_hold_everything_the_launcher_chooses() -> None:
@@ -192,6 +213,14 @@ def test_kernels_of_the_largest_forms_stay_within_limits(arch: str) -> None:
     for form in forms:
         built = check.check("linear", known[jit.Source(op._FOLDER, form.entry, dict(form.macros)).label()], arch)
         assert built.spill_bytes == 0
+
+
+@pytest.mark.parametrize(("name", "n"), [("o", 65), ("gate_up/8", 128), ("nano down", 9), ("w_uv", 40), ("o", 8)])
+def test_warp_group_forms_stay_within_limits(name: str, n: int) -> None:
+    for form in plan.gmma_forms(FEW[name], *plan._passes(n))[:1]:
+        resident = plan.GMMA_WARPS[form.tokens // 8] // (form.threads // 32)
+        variant = Variant(op.source(form), form.threads, form.shared, max(resident, 1), archs=("sm_90a",))
+        check.check("linear", variant, "sm_90a")
 
 
 @pytest.mark.slow
@@ -270,6 +299,20 @@ class TestOnDevice:
         for n in (1, 8, 9, 33, 65, 128, 129, 300, 1024):
             for form in plan.forms_for(weight.shape, n):
                 assert torch.equal(_bits(op.linear(x[:n].contiguous(), weight, form=form)), _bits(want[:n])), (form, n)
+
+    @pytest.mark.parametrize("name", ["q_a", "o", "w_uv", "gate_up/8", "nano down", "nano o/8", "nano gate_up/8"])
+    def test_warp_group_products_have_the_bits_of_the_others(self, name: str) -> None:
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("only sm_90a has them")
+        x, weight = _random(FEW[name], 300)
+        want = op.linear(x, weight)
+        for n in (1, 8, 9, 17, 33, 65, 127, 128, 300):
+            for form in plan.gmma_forms(weight.shape, *plan._passes(n)):
+                got = op.linear(x[:n].contiguous(), weight, form=form)
+                assert torch.equal(_bits(got), _bits(want[:n])), (form, n)
+                few = torch.full_like(got, 7.0)
+                op.linear(x[:n].contiguous(), weight, few, rows=torch.tensor([n // 2], dtype=torch.int32, device="cuda"), form=form)
+                assert torch.equal(_bits(few[: n // 2]), _bits(want[: n // 2])) and bool((few[n // 2 :] == 7).all())
 
     @pytest.mark.parametrize("name", ["q_a", "o", "w_uv", "gate_up/8", "nano down", "nano w_uv"])
     def test_rows_beyond_the_devices_count_are_neither_read_nor_written(self, name: str) -> None:
