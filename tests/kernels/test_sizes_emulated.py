@@ -1,12 +1,15 @@
 """The sources of kernels/sizes, run on the CPU, beside their reference and the policy of the CPU engine."""
 
+import copy
 import functools
 
 import numpy as np
 import pytest
 import torch
 
+from draftwood.kernels.rows import scenario
 from draftwood.kernels.sizes import checks, op, ref
+from draftwood.kernels.tree import op as tree_op
 from draftwood.spec.policy import CostTable, fit_sizes
 from draftwood.spec.tree import Tree
 from tests.kernels.emulate import COMPILER, Emulated
@@ -31,6 +34,30 @@ def test_sizes_are_the_references_and_only_automatic_rows_are_cut(free: int, pla
 @pytest.mark.parametrize(("free", "places"), checks.CASES)
 def test_what_was_accepted_corrects_the_ratios(free: int, places: int) -> None:
     checks.learn(free, places, "cpu")
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_sums_of_sure_nodes_are_beyond_32_bits(chosen: int) -> None:
+    """128 rows of 64 nodes that are sure to be accepted: 2^31 units of gain, whether the rows may be cut or not."""
+    trees, known = tree_op.allocate_trees(128, "cpu"), op.allocate("cpu")
+    trees.counts.fill_(65)
+    count, flags = torch.tensor([128], dtype=torch.int32), torch.full((128,), chosen, dtype=torch.uint8)
+    ours = torch.zeros(1, dtype=torch.int64)
+    op.fit(count, count, flags, trees, torch.zeros(128), known, checks.costs("flat", "cpu"), ours)
+    assert int(ours) == 128 * 65 * ref.ONE and bool((trees.counts == 65).all())
+
+
+def test_a_class_keeps_what_it_knows_below_its_memory_however_many_rows_teach_it() -> None:
+    rows, known = 128, op.allocate("cpu")
+    trees, path = checks.grown(rows, "cpu", 3), scenario.path(rows, 8, "cpu", 3)
+    free, none = torch.tensor([rows], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    trees.logprob.fill_(-0.01)
+    op.learn(free, trees, torch.zeros(rows), path, known)
+    most = torch.maximum(known.predicted, known.observed)
+    assert ref.MEMORY / 2 < float(most.max()) / ref.ONE <= ref.MEMORY
+    before = copy.deepcopy(known)
+    op.learn(none, trees, torch.zeros(rows), path, known)
+    assert scenario.same(known, before), "a step without decoding rows teaches and forgets nothing"
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.001, 0.01, 0.05, 0.5])

@@ -1,4 +1,4 @@
-// The end of a step: what a walk accepted becomes the state of its row. And choices that make walks as long as asked, for measuring.
+// The end of a step: what a walk accepted becomes the state of its row. For measuring: choices that make walks as long as asked.
 #include "../rounded.cuh"
 
 #ifdef EMULATION
@@ -7,8 +7,8 @@ inline void count_two(int* p) { *p += 2; }
 __device__ __forceinline__ void count_two(int* p) { atomicAdd(p, 2); }     // integers: sums have no order
 #endif
 
-// Grid (R), a warp each. Decoding places (before *free) and the pieces that end a prompt (emits): length and root of row ids[r] move on,
-// and what was emitted ([R][P]) is counted in line history_rows[r] (-1: none) of history [..][V].
+// Grid (R), a warp each. Decoding places (before *free) and the pieces that end a prompt (emits): length and root of row ids[r]
+// move on, and what was emitted ([R][P]) is counted in line history_rows[r] (-1: none) of history [..][V].
 extern "C" __global__ void __launch_bounds__(32)
 advance_rows(const int* live, const int* free, const long long* ids, const unsigned char* emits, const long long* lengths,
         const long long* accepted, const long long* emitted, const long long* final, const long long* tokens, int P,
@@ -29,12 +29,12 @@ advance_rows(const int* live, const int* free, const long long* ids, const unsig
   }
 }
 
-// Grid (R). Changes the choices at nodes of the places before *free (where [R][N] -> m) so that a walk accepts `whole` nodes beyond the
-// root, or one more with probability `part` (a hash of seed and length), or as many as the tree is deep.
+// Grid (R). Changes the choices at nodes of the places before *free (where [R][N] -> m) so that a walk accepts `whole` nodes
+// beyond the root, or one more with probability `part` (a hash of seed and length), or as many as the tree is deep.
 extern "C" __global__ void __launch_bounds__(32)
-synthetic_choices(const int* free, const long long* seeds, const long long* lengths, const long long* counts, const long long* tokens,
-          const long long* parents, const long long* depths, const int* where, int N, int V, int whole, float part,
-          long long* choices) {
+synthetic_choices(const int* free, const long long* seeds, const long long* lengths, const long long* counts,
+          const long long* tokens, const long long* parents, const long long* depths, const int* where, int N, int V, int whole,
+          float part, long long* choices) {
   const int r = blockIdx.x;
   pdl_wait();
   pdl_go();

@@ -4,15 +4,15 @@
 
 constexpr int BEGIN_THREADS = 64;
 
-// Grid (R). Places 0 .. *free - 1 are rows that decode: length and root are their row's (ids). Places from there to *live - 1 are pieces
-// of prompts: chunks[r] known tokens from prompt + offsets[r], after bases[r] committed ones. Trees padded to N: a decoding row gets its
-// root alone, a piece a chain. floor_left[r] is how many more tokens, floor_ends[r] in all, must come before an end token may be chosen at
-// the root (or the end of a piece). Places from *live on are not touched.
+// Grid (R). Places 0 .. *free - 1 are rows that decode: length and root are their row's (ids). Places from there to *live - 1 are
+// pieces of prompts: chunks[r] known tokens from prompt + offsets[r], after bases[r] committed ones. Trees padded to N: a decoding
+// row gets its root alone, a piece a chain. floor_left[r] is how many more tokens, floor_ends[r] in all, must come before an end
+// token may be chosen at the root (or the end of a piece). Places from *live on are not touched.
 extern "C" __global__ void __launch_bounds__(BEGIN_THREADS)
 begin_step(const int* live, const int* free, const long long* ids, const long long* bases, const int* chunks, const int* offsets,
       const int* prompt, const int* floor_ends, const long long* row_lengths, const long long* row_roots, int N, long long* lengths,
-      long long* roots, int* floor_left, long long* tokens, long long* parents, long long* depths, long long* positions, long long* counts, float* logprob,
-      u64* ancestors) {
+      long long* roots, int* floor_left, long long* tokens, long long* parents, long long* depths, long long* positions,
+      long long* counts, float* logprob, u64* ancestors) {
   const int r = blockIdx.x, tid = threadIdx.x;
   pdl_wait();
   pdl_go();

@@ -19,6 +19,8 @@ _FOLDER = File(__file__).parent
 _NULL = np.uint64(0)
 _THREADS = {"begin_step": 64, "list_verified": 64, "advance_rows": 32, "synthetic_choices": 32}
 _FILES = {"begin_step": "begin.cu", "list_verified": "begin.cu", "advance_rows": "advance.cu", "synthetic_choices": "advance.cu"}
+WIDEST = 128
+"""Most nodes of a row: two words of ancestors."""
 _COUNT, _LONGS, _INTS, _BYTES = (torch.int32, 1), (torch.int64, None), (torch.int32, None), (torch.uint8, None)
 
 
@@ -44,6 +46,19 @@ def _fit(least: int, **given: tuple[Tensor, tuple[torch.dtype, int | None]]) -> 
             raise ValueError(f"{name} must be {dtype} [{least if size is None else size}]; it is {x.dtype} {tuple(x.shape)}")
 
 
+def _fit_trees(trees: Trees, rows: int) -> int:
+    """Refuse trees of fewer than `rows` rows, of other types, or not contiguous; return the nodes that a row has room for."""
+    width = trees.tokens.shape[-1]
+    longs = ("tokens", "parents", "depths", "positions")
+    each = dict.fromkeys(longs, (torch.int64, (width,))) | {"logprob": (torch.float32, (width,))}
+    for name, (dtype, line) in (each | {"ancestors": (torch.int64, (width, 2))}).items():
+        x = getattr(trees, name)
+        if x.dtype != dtype or len(x) < rows or tuple(x.shape[1:]) != line or not x.is_contiguous() or not 1 <= width <= WIDEST:
+            raise ValueError(f"{name} of trees must be {dtype} [{rows}, {line}] contiguous; it is {x.dtype} {tuple(x.shape)}")
+    _fit(rows, counts=(trees.counts, _LONGS))
+    return width
+
+
 def _fit_places(places: Places, rows: int) -> None:
     p = places
     _fit(rows, live=(p.live, _COUNT), free=(p.free, _COUNT), ids=(p.ids, _LONGS), bases=(p.bases, _LONGS), chunks=(p.chunks, _INTS),
@@ -56,15 +71,13 @@ def begin(places: Places, state: State, lengths: Tensor, roots: Tensor, floor_le
     """Begin a step of up to R = len(lengths) places on torch's current stream; see ref.begin. Raises ValueError."""
     r = len(lengths)
     _fit_places(places, r)
-    _fit(r, lengths=(lengths, _LONGS), roots=(roots, _LONGS), counts=(trees.counts, _LONGS), floor_left=(floor_left, _INTS))
+    _fit(r, lengths=(lengths, _LONGS), roots=(roots, _LONGS), floor_left=(floor_left, _INTS))
     _fit(1, row_lengths=(state.lengths, _LONGS), row_roots=(state.roots, _LONGS))
-    p, t = places, trees
-    if t.tokens.shape[0] < r or not 1 <= t.tokens.shape[1] <= 128 or not t.tokens.is_contiguous():
-        raise ValueError(f"{r} places and trees {tuple(t.tokens.shape)}")
+    p, t, width = places, trees, _fit_trees(trees, r)
     _kernel("begin_step", lengths.device.index or 0)(
         r, _THREADS["begin_step"],
         (p.live, p.free, p.ids, p.bases, p.chunks, p.offsets, p.prompt, p.floor_ends, state.lengths, state.roots,
-         np.int32(t.tokens.shape[1]), lengths, roots, floor_left, t.tokens, t.parents, t.depths, t.positions, t.counts, t.logprob,
+         np.int32(width), lengths, roots, floor_left, t.tokens, t.parents, t.depths, t.positions, t.counts, t.logprob,
          t.ancestors),
         pdl=True,
     )  # fmt: skip
@@ -90,6 +103,9 @@ def advance(places: Places, state: State, lengths: Tensor, path: Path, history_r
     _fit_places(places, r)
     _fit(r, lengths=(lengths, _LONGS), accepted=(path.counts, _LONGS), emitted=(path.emitted, _LONGS), final=(path.final, _LONGS))
     _fit(1, row_lengths=(state.lengths, _LONGS), row_roots=(state.roots, _LONGS))
+    found = path.tokens
+    if found.dim() != 2 or found.dtype != torch.int64 or len(found) < r or not found.is_contiguous():
+        raise ValueError(f"tokens of paths must be int64 [{r}, P] contiguous; they are {found.dtype} {tuple(found.shape)}")
     lines = state.history
     if lines is not None and history_rows is not None:
         _fit(r, history_rows=(history_rows, _INTS))
@@ -110,15 +126,15 @@ def synthetic(
 ) -> None:
     """Change choices so that walks return `mean` tokens on average; see ref.synthetic. Raises ValueError."""
     r = len(lengths)
-    _fit(
-        r, free=(free, _COUNT), seeds=(seeds, _LONGS), lengths=(lengths, _LONGS), choices=(choices, (torch.int64, choices.numel()))
-    )
-    if where.dtype != torch.int32 or where.shape[0] < r or where.shape[1] != trees.tokens.shape[1] or mean < 1:
+    width = _fit_trees(trees, r)
+    _fit(r, free=(free, _COUNT), seeds=(seeds, _LONGS), lengths=(lengths, _LONGS))
+    _fit(1, choices=(choices, _LONGS))
+    if where.dtype != torch.int32 or where.shape[0] < r or where.shape[1] != width or not where.is_contiguous() or mean < 1:
         raise ValueError(f"where {where.dtype} {tuple(where.shape)}, trees {tuple(trees.tokens.shape)}, mean {mean} (at least 1)")
     whole = int(mean - 1)
     _kernel("synthetic_choices", lengths.device.index or 0)(
         r, _THREADS["synthetic_choices"],
-        (free, seeds, lengths, trees.counts, trees.tokens, trees.parents, trees.depths, where, np.int32(where.shape[1]),
+        (free, seeds, lengths, trees.counts, trees.tokens, trees.parents, trees.depths, where, np.int32(width),
          np.int32(vocab), np.int32(whole), np.float32(mean - 1 - whole), choices),
         pdl=True,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -27,6 +29,18 @@ def test_unfit_tensors_are_refused_in_one_line() -> None:
         op.begin(places, state, torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64), ints, trees)
     with pytest.raises(ValueError, match="row_lengths must be"):
         op.advance(places, ref.State(state.lengths.int(), state.roots), longs, scenario.path(4, 8, "cpu"))
+    with pytest.raises(ValueError, match="tokens of paths must be"):
+        path = scenario.path(4, 8, "cpu")
+        op.advance(places, state, longs, dataclasses.replace(path, tokens=path.tokens[:3]))
+    for name, value in (
+        ("logprob", trees.logprob.double()),
+        ("ancestors", trees.ancestors[:, :, 0]),
+        ("parents", trees.parents[:3]),
+    ):
+        with pytest.raises(ValueError, match=f"{name} of trees must be"):
+            op.begin(places, state, longs, longs, ints, dataclasses.replace(trees, **{name: value}))
+    with pytest.raises(ValueError, match="choices must be"):
+        op.synthetic(places.free, longs, longs, trees, torch.zeros(4, 65, dtype=torch.int32), ints, 96, 2.0)
     with pytest.raises(ValueError, match="mean"):
         op.synthetic(places.free, longs, longs, trees, torch.zeros(4, 65, dtype=torch.int32), longs, 96, 0.5)
 

@@ -17,7 +17,7 @@ from draftwood.kernels.tree.ref import Trees
 
 _FILE = File(__file__).parent / "sizes.cu"
 _THREADS = {"fit_sizes": 512, "learn_accepts": 256}
-MOST_ROWS, MOST_POINTS = 256, 32
+MOST_ROWS, MOST_NODES, MOST_POINTS = 256, 64, 32
 
 
 def _source(entry: str) -> jit.Source:
@@ -45,6 +45,11 @@ def _fits(name: str, x: Tensor, dtype: torch.dtype, least: int) -> None:
         raise ValueError(f"{name} must be {dtype} [{least}] contiguous; it is {x.dtype} {tuple(x.shape)}")
 
 
+def _lines_fit(name: str, x: Tensor, dtype: torch.dtype, rows: int, widest: int) -> None:
+    if x.dim() != 2 or x.dtype != dtype or len(x) < rows or not 1 <= x.shape[1] <= widest or not x.is_contiguous():
+        raise ValueError(f"{name} must be {dtype} [{rows}, 1..{widest}] contiguous; it is {x.dtype} {tuple(x.shape)}")
+
+
 def fit(
     live: Tensor,
     free: Tensor,
@@ -58,12 +63,13 @@ def fit(
     """Cut the trees of R = len(trees.counts) places to the sizes that pay most; see ref.fit. Raises ValueError."""
     r, points = len(trees.counts), len(costs.totals)
     for name, x, dtype, least in (
-        ("live", live, torch.int32, 1), ("free", free, torch.int32, 1), ("automatic", automatic, torch.uint8, 1),
-        ("heat", heat, torch.float32, 1), ("counts", trees.counts, torch.int64, r), ("logprob", trees.logprob, torch.float32, r),
+        ("live", live, torch.int32, 1), ("free", free, torch.int32, 1), ("automatic", automatic, torch.uint8, r),
+        ("heat", heat, torch.float32, r), ("counts", trees.counts, torch.int64, r),
         ("ratio", calibration.ratio, torch.float32, KINDS * CLASSES), ("totals", costs.totals, torch.int32, points),
         ("seconds", costs.seconds, torch.float32, points), ("expected", expected, torch.int64, 1),
     ):  # fmt: skip
         _fits(name, x, dtype, least)
+    _lines_fit("logprob", trees.logprob, torch.float32, r, 1 + MOST_NODES)
     if not (1 <= r <= MOST_ROWS and 1 <= points <= MOST_POINTS):
         raise ValueError(f"1 to {MOST_ROWS} places and 1 to {MOST_POINTS} points of a cost table; not {r} and {points}")
     width = np.int32(trees.logprob.shape[1])
@@ -80,12 +86,13 @@ def learn(free: Tensor, trees: Trees, heat: Tensor, path: Path, calibration: Cal
     r = len(trees.counts)
     size = KINDS * CLASSES
     for name, x, dtype, least in (
-        ("free", free, torch.int32, 1), ("heat", heat, torch.float32, 1), ("counts", trees.counts, torch.int64, r),
-        ("logprob", trees.logprob, torch.float32, r), ("path", path.nodes, torch.int64, r),
+        ("free", free, torch.int32, 1), ("heat", heat, torch.float32, r), ("counts", trees.counts, torch.int64, r),
         ("accepted", path.counts, torch.int64, r), ("predicted", calibration.predicted, torch.int64, size),
         ("observed", calibration.observed, torch.int64, size), ("ratio", calibration.ratio, torch.float32, size),
     ):  # fmt: skip
         _fits(name, x, dtype, least)
+    _lines_fit("logprob", trees.logprob, torch.float32, r, 1 + MOST_NODES)
+    _lines_fit("path", path.nodes, torch.int64, r, MOST_ROWS)
     _kernel("learn_accepts", trees.counts.device.index or 0)(
         1, _THREADS["learn_accepts"],
         (free, np.int32(r), np.int32(trees.logprob.shape[1]), np.int32(path.nodes.shape[1]), trees.counts, trees.logprob, heat,

@@ -128,8 +128,8 @@ def learn(free: Tensor, trees: Trees, heat: Tensor, path: Path, calibration: Cal
         ):
             calibration.predicted[kind, at] += said
             calibration.observed[kind, at] += ONE * (i + 1 in took)
-    full = torch.maximum(calibration.predicted, calibration.observed).float() > MEMORY * ONE
-    for x in (calibration.predicted, calibration.observed):
-        x.copy_(torch.where(full, x // 2, x))
+    while bool((full := torch.maximum(calibration.predicted, calibration.observed).float() > MEMORY * ONE).any()):
+        for x in (calibration.predicted, calibration.observed):
+            x.copy_(torch.where(full, x // 2, x))
     extra = PRIOR * ONE
     calibration.ratio.copy_((calibration.observed.float() + extra) / (calibration.predicted.float() + extra))

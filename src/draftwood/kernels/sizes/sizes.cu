@@ -1,8 +1,8 @@
 // How large each tree should be, decided where the trees are: the smaller tree is a prefix, so a size is a number.
 //
-// `fit` takes nodes of all rows in order of their gain, the chance that a node is accepted, and stops where expected tokens per second of
-// the step are most; gains are counted in 16 bins per octave, all nodes of a bin are taken or none. `learn` corrects the drafter's
-// probabilities by what was accepted. Sums are of integers, so they have no order.
+// `fit` takes nodes of all rows in order of their gain, the chance that a node is accepted, and stops where expected tokens per
+// second of the step are most; gains are counted in 16 bins per octave, all nodes of a bin are taken or none. `learn` corrects the
+// drafter's probabilities by what was accepted. Sums are of integers, so they have no order.
 #include "../tree/numbers.cuh"
 
 constexpr int FIT_THREADS = 512, LEARN_THREADS = 256, ROWS = 256, MOST = 64, BINS = 257, KINDS = 3, EDGES = 14, CLASSES = EDGES + 1;
@@ -43,7 +43,8 @@ fit_sizes(const int* live, const int* free, int R, int N, const unsigned char* a
           const float* ratio, const int* totals, const float* seconds, int points, long long* counts,
           long long* expected) {
   __shared__ unsigned short bin_of[ROWS * MOST];
-  __shared__ int nodes_in[BINS], gain_in[BINS], fixed_nodes, fixed_gain, best;
+  __shared__ long long gain_in[BINS], fixed_gain;                            // 128 rows of 64 sure nodes are 2^31 units
+  __shared__ int nodes_in[BINS], fixed_nodes, best;
   const int tid = threadIdx.x, lane = tid & 31;
   pdl_wait();
   pdl_go();
@@ -77,12 +78,12 @@ fit_sizes(const int* live, const int* free, int R, int N, const unsigned char* a
       least = __shfl_sync(ALL_LANES, p, 31);
       if (i >= n) continue;
       const int gain = (int)mul_rn(p, ONE);
-      if (!chosen) { add_int(&fixed_gain, gain); continue; }
+      if (!chosen) { add_long(&fixed_gain, gain); continue; }
       const float octaves = gain > 0 ? mul_rn(minus_log(p), PER_OCTAVE) : (float)BINS;
       const int bin = min((int)octaves, BINS - 1);
       bin_of[r * MOST + i - 1] = (unsigned short)bin;
       add_int(nodes_in + bin, 1);
-      add_int(gain_in + bin, gain);
+      add_long(gain_in + bin, gain);
     }
   }
   __syncthreads();
@@ -112,7 +113,8 @@ fit_sizes(const int* live, const int* free, int R, int N, const unsigned char* a
 }
 
 // One block. Verified nodes of decoding places: predicted and observed acceptances by kind and class, in units of 2^-18; a class
-// forgets half of what it knows when either passes `memory`; ratio = (observed + prior) / (predicted + prior). path [R][P], accepted [R].
+// forgets half of what it knows, and half again, while either passes `memory`; ratio = (observed + prior) / (predicted + prior).
+// path [R][P], accepted [R].
 extern "C" __global__ void __launch_bounds__(LEARN_THREADS)
 learn_accepts(const int* free, int R, int N, int P, const long long* counts, const float* logprob, const float* heat,
               const long long* path, const long long* accepted, float memory, float prior, long long* predicted,
@@ -136,7 +138,7 @@ learn_accepts(const int* free, int R, int N, int P, const long long* counts, con
   __syncthreads();
   for (int i = tid; i < KINDS * CLASSES; i += LEARN_THREADS) {
     long long p = predicted[i] + said[i], o = observed[i] + seen[i];
-    if ((float)max(p, o) > mul_rn(memory, ONE)) { p /= 2; o /= 2; }
+    while ((float)max(p, o) > mul_rn(memory, ONE)) { p /= 2; o /= 2; }
     predicted[i] = p;
     observed[i] = o;
     const float extra = mul_rn(prior, ONE);

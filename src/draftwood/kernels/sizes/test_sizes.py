@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from draftwood.kernels import check, jit
+from draftwood.kernels.rows import scenario
 from draftwood.kernels.sizes import checks, op, ref
+from draftwood.kernels.tree.ref import Trees
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -17,11 +21,28 @@ def test_all_variants_compile_within_limits(arch: str) -> None:
         assert check.check("sizes", variant, arch).spill_bytes == 0
 
 
+def _narrow(trees: Trees) -> Trees:
+    """Trees with probabilities of one row alone."""
+    return dataclasses.replace(trees, logprob=trees.logprob[:1])
+
+
 def test_unfit_tensors_are_refused_in_one_line() -> None:
     trees, known, one = checks.grown(2, "cpu", 0), op.allocate("cpu"), torch.ones(1, dtype=torch.int32)
     heat, flags = torch.zeros(2), torch.ones(2, dtype=torch.uint8)
     with pytest.raises(ValueError, match="heat must be"):
         op.fit(one, one, flags, trees, heat.double(), known, checks.costs("flat", "cpu"), torch.zeros(1, dtype=torch.int64))
+    good = {
+        "live": one, "free": one, "automatic": flags, "trees": trees, "heat": heat, "calibration": known,
+        "costs": checks.costs("flat", "cpu"), "expected": torch.zeros(1, dtype=torch.int64),
+    }  # fmt: skip
+    for name, fault in (
+        ("automatic", {"automatic": flags[:1]}), ("heat", {"heat": heat[:1]}), ("logprob", {"trees": _narrow(trees)}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            op.fit(**{**good, **fault})
+    path = scenario.path(2, 8, "cpu")
+    with pytest.raises(ValueError, match="path must be"):
+        op.learn(one, trees, heat, dataclasses.replace(path, nodes=path.nodes[0]), known)
     with pytest.raises(ValueError, match="points of a cost table"):
         many = ref.Costs(torch.arange(33, dtype=torch.int32), torch.ones(33))
         op.fit(one, one, flags, trees, heat, known, many, torch.zeros(1, dtype=torch.int64))
