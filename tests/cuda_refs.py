@@ -260,13 +260,13 @@ class Refs:
     def grow(
         self, found: tree_ref.Candidates, roots: Tensor, lengths: Tensor, budgets: Tensor, temperature: Tensor,
         given: tree_op.Knobs, out: tree_ref.Trees, table: tree_ref.Table | None = None, rows: Tensor | None = None,
-        pdl: bool = True,
+        lists: tree_op.Lists | None = None, pdl: bool = True,
     ) -> tree_ref.Trees:  # fmt: skip
         r = len(roots)
         tree_op._vectors_fit(r, torch.int64, roots=roots, lengths=lengths)
         tree_op._vectors_fit(r, torch.int32, budgets=budgets)
         tree_op._vectors_fit(r, torch.float32, temperature=temperature)
-        self.calls.add("grow")
+        self.calls.add("grow", 2 if table is not None and given.beta.shape[0] > 1 else 1)
         n = _live(rows, r)
         mine = tree_ref.Candidates(found.ids[:n], found.z[:n], found.places[:n], found.norm[:n])
         trees = tree_ref.grow(mine, roots[:n], lengths[:n], budgets[:n], temperature[:n], given.options, table)

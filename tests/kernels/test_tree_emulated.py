@@ -21,8 +21,8 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(entry: str, flag: int, device: int) -> Emulated:
-        return Emulated(op._source(entry, flag))
+    def kernel(entry: str, flag: int, device: int, special: int = 0) -> Emulated:
+        return Emulated(op._source(entry, flag, special))
 
     monkeypatch.setattr(op, "_kernel", functools.cache(kernel))
 

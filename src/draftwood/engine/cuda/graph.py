@@ -206,7 +206,8 @@ class CudaStep:
                 self.guesses, heat, budgets, self.knobs, candidates, seeds, self.lengths[:f], rows=free, norms=norms
             )
             tree_op.grow(
-                found, self.roots[:f], self.lengths[:f], budgets, heat, self.knobs, self.trees, parts.bigram, rows=free
+                found, self.roots[:f], self.lengths[:f], budgets, heat, self.knobs, self.trees, parts.bigram, rows=free,
+                lists=candidates.lists,
             )  # fmt: skip
             self._cut()
         tree_op.flatten(

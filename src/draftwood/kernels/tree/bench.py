@@ -34,7 +34,7 @@ def _setup(rows: int, budget: int, heat: float, with_table: bool, part: str, dev
         op.candidates(some, given.temperature, given.budgets, knobs, buffers, given.seeds, given.lengths, norms=norms)
 
     def grow() -> None:
-        op.grow(buffers.found, given.roots, given.lengths, given.budgets, given.temperature, knobs, out, table)
+        op.grow(buffers.found, given.roots, given.lengths, given.budgets, given.temperature, knobs, out, table, lists=buffers.lists)
 
     def launch() -> None:
         for i in range(calls):

@@ -1,364 +1,377 @@
 // Best-first growth: one block per row, the trees of ref.grow node for node.
 //
 // Every node offers one child at a time, its best not yet taken. Warp 0 takes the best offer (key, token, serial), adds it as a
-// node, and makes two new offers: the parent's next child and the node's first. Sums of scores are float64, as in the reference,
+// node, and makes two new offers: the parent's next child and the node's first. This is one warp's latency times the nodes, so: a lane
+// keeps the keys of two nodes' offers in registers, the rest lies in shared memory, all lanes compute both new offers alike, and lists
+// end with a score of -inf instead of a test. Sums of scores are float64, as in the reference (negated: the lowest cost is the best),
 // and every float32 operation stands in its order, so equal candidates give equal trees. An offer that the cap refuses waits; when
 // the cap rises it comes back behind everything offered before and ahead of everything after, in the order of refusal.
 //
-// TABLE 1: from depth 2 on a node's children are ranked with the previous-token table. Before growth the block's warps rank the
-// children of each depth's first candidates (LIKELY), which is most of the parents there will be; warp 0 ranks those of any other
-// parent when it meets them. Which it was changes no bit. Nodes of one depth that hold one token share their list.
+// TABLE 1: from depth 2 on the children of a node are those of its token, ranked before by `rank_children` (children.cu).
+// SPECIAL 1: with a spine or a correction.
 #include "numbers.cuh"
 
 #ifndef TABLE
 #define TABLE 0
 #endif
+#ifndef SPECIAL
+#define SPECIAL 0
+#endif
 #ifndef ROOM
 #define ROOM 98304     // bytes of a block
 #endif
-#ifndef LIKELY
-#define LIKELY 16        // candidates of each depth whose children are ranked beforehand; with DEPTHS - 1 depths at most MOST_LIKELY lists
-#endif
-constexpr int TOP = 64, NODES = 65, DEPTHS = 15, GROW_THREADS = TABLE ? 512 : 128, MOST_LIKELY = 6 * LIKELY;
-constexpr int LISTS = NODES + MOST_LIKELY, SIEVE = 2048;
+constexpr int TOP = 64, NODES = 65, DEPTHS = 15, GROW_THREADS = TABLE ? 512 : 128;
+constexpr int HELD = 16;                               // with a table: ranks of a list in shared memory; the others are read where they lie
 constexpr u32 FRESH = 1u << 15, EPOCH = 1u << 16;      // serial = epoch, then refused ones in order, then fresh ones in order
+constexpr u32 RANK = 1u << 8, SPINE = 1u << 24, REFUSED = 1u << 25;
 
-
-// One row's tree in the making; a block has one.
-struct alignas(16) Row {
-  double total[NODES], offer_total[NODES];
-  u64 key[96];                                         // of each node's offer, the lowest is the best; ~0: no offer
-  u64 mask[NODES][2];
-  int token[NODES], parent[NODES], depth[NODES];
-  int offer_token[96];
-  u32 serial[96];                                      // of an offer; of a refused one: its place among the refused
-  int rank[NODES], list[NODES];
-  bool spine[NODES], refused[96];
-  int ids[DEPTHS][TOP];                                // depth 1: best first; below: the same, or by id with a table
-  float score[DEPTHS][TOP];                            // the candidate's s, or with a table below depth 1 its z
+// Shared memory of a block, in bytes: nodes' (cost, cost of the offer); tags; parent + place << 8; how many nodes; then lists.
+// A tag: depth + rank << 8 + place << 16 + flags (rank and place: of the offered child), list of the node's children, serial (of a
+// refused offer its place among the refused).
+constexpr int COST = 0, TAG = COST + 16 * NODES, PARENT = TAG + 16 * NODES, COUNT = PARENT + 4 * NODES, BEHIND = COUNT + 12;
+static_assert(BEHIND % 16 == 0, "lists are loaded by 16 bytes");
 #if TABLE
-  int low[DEPTHS][TOP], length[DEPTHS][TOP];           // the table's row of each candidate
-  float base[DEPTHS][TOP];
-  short list_of[DEPTHS][TOP];                          // a candidate's list of children, -1: not ranked yet
-  u32 seen[DEPTHS][SIEVE / 32];                        // bit t % SIEVE is set if a candidate t is among those of the depth
-  float child_score[LISTS][TOP];
-  unsigned char child[LISTS][TOP];                     // place in ids[depth]
-#endif
-  int nodes;
-};
-struct Desk {                                          // where a warp ranks one list
-  alignas(16) u64 order[TOP];
-  float pmi[TOP];
-};
-
-static_assert(sizeof(Row) + (TABLE ? GROW_THREADS / 32 : 0) * sizeof(Desk) <= ROOM, "what the launcher asks for");
-
-__device__ __forceinline__ u64 order_of(double v) {    // orders as the double does; -0 + 0 = +0
-#ifdef EMULATION
-  u64 b; v += 0.0; memcpy(&b, &v, 8);
+// ids [DEPTHS][TOP]: depth 1 best first, below by id. Lists: the root's, those of each depth's candidates, an empty one.
+constexpr int IDS = BEHIND, LINE = HELD + 1, LISTS = 2 + (DEPTHS - 1) * TOP, EMPTY = LISTS - 1;
+constexpr int SCORES = IDS + 4 * DEPTHS * TOP, PLACES = SCORES + 4 * LISTS * LINE, END = PLACES + LISTS * LINE;
 #else
-  const u64 b = (u64)__double_as_longlong(__dadd_rn(v, 0.0));
+constexpr int LINE = TOP + 1, LISTS = DEPTHS + 1, SCORES = BEHIND, END = SCORES + 16 * LISTS * LINE;      // (score float64, id) of each rank
 #endif
-  return b >> 63 ? ~b : b | 1ull << 63;
+static_assert(END <= ROOM, "what the launcher asks for");
+
+__device__ __forceinline__ u32 shared_load4(u32 a) {
+#ifdef EMULATION
+  u32 v; memcpy(&v, emulated::place(a, 4), 4);
+#else
+  u32 v;
+  asm volatile("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(a));
+#endif
+  return v;
 }
-__device__ __forceinline__ double add_double(double a, double b) {
+__device__ __forceinline__ u32 shared_load1(u32 a) {
 #ifdef EMULATION
-  return a + b;
+  return *emulated::place(a, 1);
 #else
-  return __dadd_rn(a, b);
+  u32 v;
+  asm volatile("ld.shared.u8 %0,[%1];" : "=r"(v) : "r"(a));
+  return v;
 #endif
 }
+__device__ __forceinline__ void shared_store4(u32 a, u32 v) {
+#ifdef EMULATION
+  memcpy(emulated::place(a, 4), &v, 4);
+#else
+  asm volatile("st.shared.u32 [%0],%1;" ::"r"(a), "r"(v) : "memory");
+#endif
+}
+__device__ __forceinline__ void shared_store1(u32 a, u32 v) {
+#ifdef EMULATION
+  *emulated::place(a, 1) = (unsigned char)v;
+#else
+  asm volatile("st.shared.u8 [%0],%1;" ::"r"(a), "r"(v) : "memory");
+#endif
+}
+// Two words as a double, and back.
+__device__ __forceinline__ double double_of(u32 low, u32 high) {
+#ifdef EMULATION
+  const u64 b = (u64)high << 32 | low;
+  double v; memcpy(&v, &b, 8);
+  return v;
+#else
+  return __hiloint2double((int)high, (int)low);
+#endif
+}
+__device__ __forceinline__ u64 bits_of(double v) {
+#ifdef EMULATION
+  u64 b; memcpy(&b, &v, 8);
+  return b;
+#else
+  return (u64)__double_as_longlong(v);
+#endif
+}
+__device__ __forceinline__ double minus(double a, double b) {
+#ifdef EMULATION
+  return a - b;
+#else
+  return __dsub_rn(a, b);
+#endif
+}
+// Orders as the double does; there is no -0 among costs.
+__device__ __forceinline__ u64 order_of(double v) { const u64 b = bits_of(v); return b >> 63 ? ~b : b | 1ull << 63; }
+__device__ __forceinline__ float first_score(float z, float norm) { return sub_rn(z, norm > minus_infinity() ? norm : 0.f); }
 
-// Options of growth that are the same for all rows. correction: null or [2][depths][ranks].
+// What growth reads of one row: shared memory from `base` on, and with a table what lies beyond HELD ranks.
+struct Source {
+  u32 base;
+  const float *z, *norm, *scores;
+  const unsigned char* places;
+};
+// Options that are the same for all nodes. correction: null or [2][depths][ranks]; width: children of a node at most.
 struct Growth {
   const float* correction;
-  int depths, ranks, spine;
+  int depths, ranks, spine, width, D;
 };
+struct Child { double score; u32 place; };             // of rank `rank`, or a score of -inf
 
-// What node e offers: its child of some rank.
-struct Offer {
-  int e, rank, depth, list;
-  double total;                                        // of the node
-  bool spine;
-};
-// Make the offer, or note that the cap refuses it and return true; its place among the refused is the caller's. serial: if it is made.
-__device__ __forceinline__ bool offer(Row& row, const Growth& how, const Offer& o, int cap, u32 serial, int count) {
-  row.key[o.e] = ~0ull;
-  row.refused[o.e] = false;
-  if (o.rank >= count) return false;
-  float score;
-  int place = o.rank;
+__device__ __forceinline__ Child child_of(const Source& from, const Growth& how, int list, int rank) {
 #if TABLE
-  if (o.depth > 0) { score = row.child_score[o.list][o.rank]; place = row.child[o.list][o.rank]; }
-  else
-#endif
-  score = row.score[o.depth][o.rank];
-  if (!(score > minus_infinity())) return false;
-  row.offer_token[o.e] = row.ids[o.depth][place];
-  if (o.rank >= cap) {
-    row.refused[o.e] = true;
-    return true;
+  if (how.width > HELD && rank >= HELD) {              // nobody's default
+    if (rank >= how.width || list == EMPTY) return {(double)minus_infinity(), 0};
+    if (list == 0) return {(double)first_score(from.z[rank], from.norm[0]), (u32)rank};
+    return {(double)from.scores[(list - 1) * TOP + rank], from.places[(list - 1) * TOP + rank]};
   }
-  double add = 0.0;
-  if (how.correction)
-    add = how.correction[((o.spine ? how.depths : 0) + min(o.depth, how.depths - 1)) * how.ranks + min(o.rank, how.ranks - 1)];
-  const double total = add_double(add_double(o.total, (double)score), add);
-  row.offer_total[o.e] = total;
-  row.key[o.e] = order_of(how.spine && o.spine && o.rank == 0 ? o.depth - 1e9 : -total);
-  row.serial[o.e] = serial;
-  return false;
+  const u32 at = list * LINE + rank;
+  const u32 score = shared_load4(from.base + SCORES + 4 * at), place = shared_load1(from.base + PLACES + at);
+  return {(double)__uint_as_float(score), place};
+#else
+  const uint2 score = shared_load8(from.base + SCORES + 16 * (list * LINE + rank));
+  return {double_of(score.x, score.y), (u32)rank};
+#endif
+}
+__device__ __forceinline__ u32 id_of(u32 base, int depth, int place) {       // of a candidate of this depth index
+#if TABLE
+  return shared_load4(base + IDS + 4 * (depth * TOP + place));
+#else
+  return shared_load4(base + SCORES + 16 * (depth * LINE + place) + 8);
+#endif
 }
 
-// The best offer's node, or -1. All lanes of warp 0.
-__device__ __forceinline__ int best_offer(const Row& row) {
+// What a node with this cost offers: its key and cost. Key ~0: nothing.
+struct Offer { u64 key; double cost; };
+__device__ __forceinline__ Offer offer_of(const Growth& how, const Child& child, int depth, int rank, double cost, bool spine, bool refused) {
+  Offer o = {~0ull, minus(cost, child.score)};
+#if SPECIAL
+  if (how.correction) {
+    const int at = (spine ? how.depths : 0) + min(depth, how.depths - 1);
+    o.cost = minus(o.cost, (double)how.correction[at * how.ranks + min(rank, how.ranks - 1)]);
+  }
+  const u64 key = order_of(how.spine && spine && rank == 0 ? depth - 1e9 : o.cost);
+#else
+  const u64 key = order_of(o.cost);
+#endif
+  if (child.score > (double)minus_infinity() && !refused) o.key = key;
+  return o;
+}
+
+// Of offers that share the first half of the lowest key: the lowest key, token and serial.
+__device__ __noinline__ int best_of_equals(u32 base, u64 first, u64 second, u32 high) {
   const int lane = threadIdx.x & 31;
-  u64 key[3];
+  const u64 key[2] = {first, second};
+  u32 low = ~0u, token[2] = {~0u, ~0u}, serial = ~0u, found = ~0u;
 #pragma unroll
-  for (int i = 0; i < 3; i++) key[i] = row.key[lane + 32 * i];
-  const u64 mine = min(key[0], min(key[1], key[2]));
-  const u32 high = warp_min_u32((u32)(mine >> 32));
-  const u32 low = warp_min_u32((u32)(mine >> 32) == high ? (u32)mine : ~0u);
-  const u64 best = (u64)high << 32 | low;
-  if (best == ~0ull) return -1;
-  u32 equal[3];
+  for (int i = 0; i < 2; i++) if ((u32)(key[i] >> 32) == high) low = min(low, (u32)key[i]);
+  const u64 best = (u64)high << 32 | warp_min_u32(low);
 #pragma unroll
-  for (int i = 0; i < 3; i++) equal[i] = __ballot_sync(ALL_LANES, key[i] == best);
-  if (__popc(equal[0]) + __popc(equal[1]) + __popc(equal[2]) == 1)             // nearly always
-    return equal[0] ? __popc(equal[0] - 1) : equal[1] ? 32 + __popc(equal[1] - 1) : 64 + __popc(equal[2] - 1);
-  u32 token = ~0u, serial = ~0u, found = ~0u;
+  for (int i = 0; i < 2; i++)
+    if (key[i] == best) {
+      const u32 tag = shared_load4(base + TAG + 16 * (lane + 32 * i));
+      token[i] = id_of(base, tag & 255, tag >> 16 & 255);
+    }
+  const u32 lowest = warp_min_u32(min(token[0], token[1]));
 #pragma unroll
-  for (int i = 0; i < 3; i++) if (key[i] == best) token = min(token, (u32)row.offer_token[lane + 32 * i]);
-  token = warp_min_u32(token);
-#pragma unroll
-  for (int i = 0; i < 3; i++)
-    if (key[i] == best && (u32)row.offer_token[lane + 32 * i] == token) serial = min(serial, row.serial[lane + 32 * i]);
-  serial = warp_min_u32(serial);
-#pragma unroll
-  for (int i = 0; i < 3; i++)
-    if (key[i] == best && (u32)row.offer_token[lane + 32 * i] == token && row.serial[lane + 32 * i] == serial) found = lane + 32 * i;
-  return (int)warp_min_u32(found);
+  for (int i = 0; i < 2; i++)
+    if (key[i] == best && token[i] == lowest) {
+      const u32 mine = shared_load4(base + TAG + 16 * (lane + 32 * i) + 8);
+      if (mine < serial) { serial = mine; found = lane + 32 * i; }
+    }
+  const u32 earliest = warp_min_u32(serial);
+  return (int)warp_min_u32(serial == earliest ? found : ~0u);
+}
+// The best offer's node, or -1. All lanes of warp 0.
+__device__ __forceinline__ int best_offer(const Source& from, const u64 (&key)[2]) {
+  const u32 a = (u32)(key[0] >> 32), b = (u32)(key[1] >> 32), high = warp_min_u32(min(a, b));
+  if (high == ~0u) return -1;
+  const u32 first = __ballot_sync(ALL_LANES, a == high), second = __ballot_sync(ALL_LANES, b == high);
+  if ((first & (first - 1)) | (second & (second - 1)) | (first && second)) return best_of_equals(from.base, key[0], key[1], high);
+  const int low = 31 - leading_zeros(first), up = 63 - leading_zeros(second);  // nearly always
+  return first ? low : up;
 }
 
-#if TABLE
-// Rank the children of the candidate at `place` of depth index `from` into `list`: one warp. weight: of the PMI.
-__device__ __forceinline__ void rank_children(Row& row, Desk& desk, int from, int place, int list, float weight, const int* cols,
-                                              const float* vals) {
-  const int lane = threadIdx.x & 31, low = row.low[from][place], length = row.length[from][place], depth = from + 1;
-  const int* ids = row.ids[depth];                     // ascending
-  desk.pmi[lane] = desk.pmi[lane + 32] = row.base[from][place];
+// The cap has risen: offer again what it refuses no longer; what still is refused keeps its place among the refused.
+__device__ __forceinline__ void offer_again(const Source& from, const Growth& how, u64 (&key)[2], int n, int cap, u32 epoch) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int node = (threadIdx.x & 31) + 32 * i;
+    uint4 tag = shared_load16(from.base + TAG + 16 * node);
+    const int rank = tag.x >> 8 & 255;
+    if (node >= n || !(tag.x & REFUSED) || rank >= cap) continue;
+    const uint4 cost = shared_load16(from.base + COST + 16 * node);
+    const Child child = child_of(from, how, tag.y, rank);
+    const Offer o = offer_of(how, child, tag.x & 255, rank, double_of(cost.x, cost.y), tag.x & SPINE, false);
+    const u64 bits = bits_of(o.cost);
+    shared_store16(from.base + COST + 16 * node, make_uint4(cost.x, cost.y, (u32)bits, (u32)(bits >> 32)));
+    tag.x &= ~REFUSED;
+    tag.z += epoch;
+    shared_store16(from.base + TAG + 16 * node, tag);
+    key[i] = o.key;
+  }
+}
+
+// Take offers until the tree is full or nothing is offered. Warp 0. Node 0 has its cost and tag but no offer yet.
+__device__ __forceinline__ void grow_tree(const Source& from, const Growth& how, int budget, const int* caps, int steps) {
+  const int lane = threadIdx.x & 31;
+  const u32 costs = from.base + COST, tags = from.base + TAG;
+  int n = 1, step = 0, until = caps[0], cap = caps[1];
+  u32 epoch = 0, refusals = 0, fresh = FRESH + 1;      // alike in all lanes
+  u64 key[2] = {~0ull, ~0ull};                         // of the offers of nodes `lane` and `lane + 32`
+  {
+    const Child child = child_of(from, how, 0, 0);
+    const Offer o = offer_of(how, child, 0, 0, 0.0, true, false);
+    const u64 bits = bits_of(o.cost);
+    if (lane == 0) {
+      key[0] = o.key;
+      shared_store16(costs, make_uint4(0, 0, (u32)bits, (u32)(bits >> 32)));
+      shared_store16(tags, make_uint4(child.place << 16 | SPINE, 0, FRESH, 0));
+    }
+  }
   __syncwarp();
-  if (length <= 2048) {                                // read the table's row; few of its tokens are candidates
-    for (int k = lane; k < length; k += 4 * 32) {
-      int token[4];
-#pragma unroll
-      for (int u = 0; u < 4; u++) token[u] = k + 32 * u < length ? cols[low + k + 32 * u] : -1;
-#pragma unroll
-      for (int u = 0; u < 4; u++) {
-        if (token[u] < 0 || !(row.seen[depth][token[u] / 32 % (SIEVE / 32)] >> (token[u] & 31) & 1)) continue;
-        int at = 0;
-#pragma unroll
-        for (int step = TOP / 2; step > 0; step >>= 1) if ((u32)ids[at + step] <= (u32)token[u]) at += step;
-        if (ids[at] == token[u]) desk.pmi[at] = vals[low + k + 32 * u];
+#pragma unroll 1
+  while (true) {
+    int e = best_offer(from, key);
+#pragma unroll 1
+    while ((e < 0 || n > until) && step + 1 < steps) {
+      step++;
+      until = caps[2 * step]; cap = caps[2 * step + 1];
+      epoch += EPOCH;
+      fresh += EPOCH;
+      offer_again(from, how, key, n, cap, epoch);
+      __syncwarp();
+      e = best_offer(from, key);
+    }
+    if (e < 0) break;
+    const uint4 tag = shared_load16(tags + 16 * e), cost = shared_load16(costs + 16 * e);
+    const int depth = tag.x & 255, rank = (tag.x >> 8 & 255) + 1, place = tag.x >> 16 & 255;
+    // Of the new node: parent, depth, and what it costs. Nobody else reads or writes there now.
+    if (lane == 0) shared_store4(from.base + PARENT + 4 * n, e | place << 8);
+    if (n == budget) {
+      if (lane == 0) {
+        shared_store4(tags + 16 * n, depth + 1);
+        shared_store16(costs + 16 * n, make_uint4(cost.z, cost.w, 0, 0));
       }
+      n++;
+      break;
     }
-  } else {                                             // search it
-#pragma unroll
-    for (int c = lane; c < TOP; c += 32) {
-      const int token = ids[c];
-      int at = 0, end = length;
-      while (at < end) { const int middle = (at + end) >> 1; if (cols[low + middle] < token) at = middle + 1; else end = middle; }
-      if (token >= 0 && at < length && cols[low + at] == token) desk.pmi[c] = vals[low + at];
-    }
-  }
-  __syncwarp();
-  float score[2];
-  u64 key[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int c = lane + 32 * i;
-    score[i] = add_rn(mul_rn(desk.pmi[c], weight), row.score[depth][c]);
-    key[i] = rank_key(score[i], c);                    // places stand in the order of ids
-    desk.order[c] = key[i];
-  }
-  const float peak = warp_max(fmaxf(score[0], score[1])), start = peak > minus_infinity() ? peak : 0.f;
-  float sum = add_rn(exp_of(sub_rn(score[0], start)), exp_of(sub_rn(score[1], start)));
-#pragma unroll
-  for (int d = 16; d > 0; d >>= 1) sum = add_rn(sum, __shfl_xor_sync(ALL_LANES, sum, d));
-  const float norm = sub_rn(start, minus_log(sum > 0.f ? sum : 1.f));
-  row.child_score[list][lane] = row.child_score[list][lane + 32] = minus_infinity();
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    if (!key[i]) continue;
-    int rank = 0;
-#pragma unroll 8
-    for (int o = 0; o < TOP; o += 2) {                 // two in one load
-      alignas(16) u64 pair[2];
-      *reinterpret_cast<uint4*>(pair) = *reinterpret_cast<const uint4*>(desk.order + o);
-      rank += (pair[0] > key[i]) + (pair[1] > key[i]);
-    }
-    row.child_score[list][rank] = sub_rn(score[i], norm);
-    row.child[list][rank] = (unsigned char)(lane + 32 * i);
-  }
-  __syncwarp();
-}
+#if TABLE
+    const int list = depth + 1 < how.D ? 1 + depth * TOP + place : EMPTY;
+#else
+    const int list = depth + 1;
 #endif
+    const Child sibling = child_of(from, how, tag.y, rank), child = child_of(from, how, list, 0);
+    const bool refused = rank >= cap && sibling.score > (double)minus_infinity();      // a first child never is
+    const bool spine = SPECIAL && (tag.x & SPINE), line = spine && rank == 1;
+    const Offer next = offer_of(how, sibling, depth, rank, double_of(cost.x, cost.y), spine, refused);
+    const Offer first = offer_of(how, child, depth + 1, 0, double_of(cost.z, cost.w), line, false);
+    key[0] = lane == e ? next.key : lane == n ? first.key : key[0];
+    key[1] = lane + 32 == e ? next.key : lane + 32 == n ? first.key : key[1];
+    const u64 a = bits_of(next.cost), b = bits_of(first.cost);
+    __syncwarp();                                      // everybody has read e's tag and cost
+    if (lane == 0) {
+      const u32 flags = (tag.x & SPINE) | (refused ? REFUSED : 0);
+      shared_store16(tags + 16 * e, make_uint4(depth | rank * RANK | sibling.place << 16 | flags, tag.y, refused ? refusals : fresh, 0));
+      shared_store16(costs + 16 * e, make_uint4(cost.x, cost.y, (u32)a, (u32)(a >> 32)));
+      shared_store16(tags + 16 * n, make_uint4(depth + 1 | child.place << 16 | (line ? SPINE : 0), list, fresh + 1, 0));
+      shared_store16(costs + 16 * n, make_uint4(cost.z, cost.w, (u32)b, (u32)(b >> 32)));
+    }
+    refusals += refused;
+    n++;
+    fresh += 2;
+    __syncwarp();
+  }
+  if (lane == 0) shared_store4(from.base + COUNT, n);
+}
 
-// caps [steps][2]: while a tree has up to caps[i][0] nodes beyond the root, children have rank < caps[i][1].
-// Grid (R). ids, z, places [R][D][64] and norm [R][D] as merge leaves them; with a table, row_ptr [known + 1], cols, vals, base [known].
-// Outputs: tokens, parents, depths, positions [R][65] int64, counts [R] int64, logprob [R][65], ancestors [R][65][2].
+// caps [steps][2]: while a tree has up to caps[i][0] nodes beyond the root, children have rank < caps[i][1] (<= width).
+// Grid (R). ids, z, places [R][D][64] and norm [R][D] as merge leaves them; with a table, scores and children [R][D - 1][64][64] as
+// rank_children does. Outputs: tokens, parents, depths, positions [R][65] int64, counts [R] int64, logprob [R][65], ancestors [R][65][2].
 extern "C" __global__ void __launch_bounds__(GROW_THREADS)
 grow(const int* ids, const float* z, const int* places, const float* norm, const long long* roots, const long long* lengths, const int* budgets,
-     const float* temperature, const int* rows, const int* row_ptr, const int* cols, const float* vals, const float* base, int known,
-     const float* correction, int correction_depths, int correction_ranks, int D, int candidates, int spine, double alpha,
-     const int* caps, int steps, long long* tokens, long long* parents, long long* depths, long long* positions, long long* counts,
-     float* logprob, u64* ancestors) {
+     const int* rows, const float* scores, const unsigned char* children, const float* correction, int correction_depths,
+     int correction_ranks, int D, int width, int spine, const int* caps, int steps, long long* tokens, long long* parents,
+     long long* depths, long long* positions, long long* counts, float* logprob, u64* ancestors) {
   DYNAMIC_SHARED(unsigned char, memory);
-  static_assert(sizeof(Row) % 16 == 0, "desks stand behind it");
-  Row& row = *reinterpret_cast<Row*>(memory);
-  const int r = blockIdx.x, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int r = blockIdx.x, tid = threadIdx.x;
+  u32 base = shared_address(memory);
+#ifndef EMULATION
+  asm volatile("mov.u32 %0,%0;" : "+r"(base));         // kept, instead of found again at every use
+#endif
   pdl_wait();
   pdl_go();
+  const int asked = load_int(budgets + r);
   if (rows && r >= load_int(rows)) return;
-  const int budget = min(load_int(budgets + r), NODES - 1);
-  for (int i = tid; i < 96; i += GROW_THREADS) { row.key[i] = ~0ull; row.refused[i] = false; }
+  const int budget = min(asked, NODES - 1);
+  const long long at = (long long)r * D * TOP, lists = (long long)r * (D - 1) * TOP * TOP;
+  const Source from = {base, z + at, norm + (long long)r * D, scores + lists, children + lists};
   if (tid == 0) {
-    row.total[0] = 0.0; row.token[0] = (int)roots[r]; row.parent[0] = -1; row.depth[0] = 0; row.rank[0] = 0;
-    row.list[0] = 0; row.spine[0] = true; row.mask[0][0] = 1; row.mask[0][1] = 0;
-    row.nodes = 1;
+    shared_store4(base + COUNT, 1);
+    shared_store4(base + PARENT, 0);
+    shared_store16(base + TAG, make_uint4(0, 0, 0, 0));
+    shared_store16(base + COST, make_uint4(0, 0, 0, 0));
   }
+  const u32 nothing = __float_as_uint(minus_infinity());
   if (budget > 0) {
-    const int width = TABLE ? candidates : TOP;        // tokens of a depth that take part
-    for (int i = tid; i < D * TOP; i += GROW_THREADS) {
-      const int d = i / TOP, c = i % TOP;
-      const long long at = ((long long)r * D + d) * TOP;
-      const int id = ids[at + c];
-      const float value = z[at + c];
 #if TABLE
-      if (d > 0) {                                     // by id; nothing comes last, and tokens beyond `candidates` count for nothing
-        const int place = places[at + c];
-        row.ids[d][place] = id;
-        row.score[d][place] = c < candidates ? value : minus_infinity();
-        continue;
-      }
-#endif
-      const float from = norm[(long long)r * D + d];
-      row.ids[d][c] = id;
-      row.score[d][c] = id >= 0 ? sub_rn(value, from > minus_infinity() ? from : 0.f) : minus_infinity();
+    for (int i = tid; i < D * TOP; i += GROW_THREADS)
+      shared_store4(base + IDS + 4 * (i < TOP ? i : i / TOP * TOP + places[at + i]), ids[at + i]);
+    if (tid <= HELD) {
+      const bool there = tid < min(HELD, width) && ids[at + tid] >= 0;
+      shared_store4(base + SCORES + 4 * tid, there ? __float_as_uint(first_score(from.z[tid], from.norm[0])) : nothing);
+      shared_store1(base + PLACES + tid, tid);
     }
-    __syncthreads();
-#if TABLE
-    for (int i = tid; i < (D - 1) * (SIEVE / 32); i += GROW_THREADS) {
-      const int d = 1 + i / (SIEVE / 32), word = i % (SIEVE / 32);
-      u32 bits = 0;
-#pragma unroll 16
-      for (int c = 0; c < TOP; c++) {
-        const int id = row.ids[d][c];
-        bits |= id >= 0 && id / 32 % (SIEVE / 32) == word ? 1u << (id & 31) : 0;
-      }
-      row.seen[d][word] = bits;
-    }
-    for (int i = tid; i < (D - 1) * TOP; i += GROW_THREADS) {
-      const int d = i / TOP, c = i % TOP, place = d ? places[((long long)r * D + d) * TOP + c] : c, id = row.ids[d][place];
-      const bool there = id >= 0 && id < known;
-      const int low = there ? row_ptr[id] : 0, length = there ? row_ptr[id + 1] - low : 0;
-      row.low[d][place] = low;
-      row.length[d][place] = length;
-      row.base[d][place] = there ? base[id] : 0.f;
-      row.list_of[d][place] = -1;
-    }
-    const float heat = temperature[r];
-    const float weight = (float)(alpha / (double)(heat > 1e-5f ? heat : 1.f));
-    Desk& desk = reinterpret_cast<Desk*>(memory + sizeof(Row))[warp];
-    __syncthreads();
-    const int wanted = min(LIKELY, max(4, budget / 2));                        // a small tree has few parents
-    const int likely = D > 1 ? min(min(wanted, width), MOST_LIKELY / (D - 1)) : 0;
-    int lists = likely * (D - 1);
-    for (int t = warp; t < lists; t += GROW_THREADS / 32) {
-      const int d = t / likely, c = t % likely, place = d ? places[((long long)r * D + d) * TOP + c] : c;
-      rank_children(row, desk, d, place, t, weight, cols, vals);
-      if (lane == 0) row.list_of[d][place] = (short)t;
-    }
-    __syncthreads();
-#endif
-    const Growth how = {correction, correction_depths, correction_ranks, spine};
-    if (warp == 0) {
-      int n = 1, step = 0, until = caps[0], cap = caps[1];
-      u32 epoch = 0, refusals = 0, fresh = 1;          // alike in all lanes
-      if (lane == 0 && offer(row, how, {0, 0, 0, 0, 0.0, true}, cap, FRESH, width)) row.serial[0] = 0;
-      __syncwarp();
-      refusals = row.refused[0];
-      while (n <= budget) {
-        int e = best_offer(row);
-        while ((e < 0 || n > until) && step + 1 < steps) {
-          step++;
-          until = caps[2 * step]; cap = caps[2 * step + 1];
-          epoch += EPOCH;
-          __syncwarp();
+    if (tid == 0) shared_store4(base + SCORES + 4 * EMPTY * LINE, nothing);
+#pragma unroll 1
+    for (int i = tid; i < (D - 1) * TOP * (HELD / 4); i += GROW_THREADS) {     // also of lists that nobody ranked: nobody looks at them
+      const int list = i / (HELD / 4), rank = i % (HELD / 4) * 4, to = (1 + list) * LINE + rank;
+      const uint4 score = load16(from.scores + (long long)list * TOP + rank);
+      const u32 place = *reinterpret_cast<const u32*>(from.places + (long long)list * TOP + rank);
+      const u32 word[4] = {score.x, score.y, score.z, score.w};
 #pragma unroll
-          for (int i = 0; i < 3; i++) {                // what still is refused keeps its place among the refused
-            const int o = lane + 32 * i;
-            if (o < n && row.refused[o] && row.rank[o] < cap)
-              offer(row, how, {o, row.rank[o], row.depth[o], row.list[o], row.total[o], row.spine[o]}, cap, epoch + row.serial[o], width);
-          }
-          __syncwarp();
-          e = best_offer(row);
-        }
-        if (e < 0) break;
-        const int rank = row.rank[e], from = row.depth[e], depth = from + 1, above = row.list[e], token = row.offer_token[e];
-        const double total = row.total[e], sum = row.offer_total[e];
-        const bool line = row.spine[e], more = n < budget;
-        const u64 low_mask = row.mask[e][0], high_mask = row.mask[e][1];
-        int list = 0;
-#if TABLE
-        const int place = depth == 1 ? rank : row.child[above][rank];
-        if (more && depth < D) {                       // it may have children
-          list = row.list_of[from][place];
-          if (list < 0) {
-            list = lists++;
-            rank_children(row, desk, from, place, list, weight, cols, vals);
-          }
-        }
-#endif
-        __syncwarp();
-        bool refused = false;
-        if (lane == 0) {
-          row.token[n] = token; row.parent[n] = e; row.mask[n][0] = low_mask | (n < 64 ? 1ull << n : 0);
-          row.mask[n][1] = high_mask | (n < 64 ? 0 : 1);
-          row.rank[e] = rank + 1;
-#if TABLE
-          if (list) row.list_of[from][place] = (short)list;
-#endif
-          if (more) refused = offer(row, how, {e, rank + 1, from, above, total, line}, cap, epoch + FRESH + fresh, width);
-        } else if (lane == 1) {                        // side by side with the parent's next offer
-          row.total[n] = sum; row.depth[n] = depth; row.rank[n] = 0; row.list[n] = list; row.spine[n] = line && rank == 0;
-          if (more && depth < D)
-            refused = offer(row, how, {n, 0, depth, list, sum, line && rank == 0}, cap, epoch + FRESH + fresh + 1, width);
-        }
-        const u32 both = __ballot_sync(ALL_LANES, refused);
-        if (refused) row.serial[lane ? n : e] = refusals + (lane ? both & 1 : 0);     // the parent's comes first
-        refusals += __popc(both);
-        n++;
-        fresh += 2;
-        __syncwarp();
+      for (int k = 0; k < 4; k++) {
+        shared_store4(base + SCORES + 4 * (to + k), rank + k < width ? word[k] : nothing);
+        shared_store1(base + PLACES + to + k, place >> (8 * k) & 255);
       }
-      if (lane == 0) row.nodes = n;
+      if (rank == 0) shared_store4(base + SCORES + 4 * (to + HELD), nothing);
     }
+#else
+    for (int i = tid; i < (D + 1) * LINE; i += GROW_THREADS) {                 // behind the last depth, and the last rank: nothing
+      const int d = i / LINE, rank = i % LINE;
+      const bool there = d < D && rank < width;
+      const int id = there ? ids[at + d * TOP + rank] : -1;
+      const u64 score = bits_of((double)(id >= 0 ? first_score(from.z[d * TOP + rank], from.norm[d]) : minus_infinity()));
+      shared_store16(base + SCORES + 16 * i, make_uint4((u32)score, (u32)(score >> 32), id, 0));
+    }
+#endif
+    __syncthreads();
+    const Growth how = {correction, correction_depths, correction_ranks, spine, width, D};
+    if (tid < 32) grow_tree(from, how, budget, caps, steps);
   }
   __syncthreads();
-  const int n = row.nodes;
-  const long long length = lengths[r];
+  const int n = shared_load4(base + COUNT);
+  const long long length = lengths[r], root = roots[r];
   for (int i = tid; i < NODES; i += GROW_THREADS) {
-    const long long at = (long long)r * NODES + i;
+    const long long to = (long long)r * NODES + i;
     const bool live = i < n;
-    const int depth = live ? row.depth[i] : 0;
-    tokens[at] = live ? row.token[i] : 0;
-    parents[at] = live ? row.parent[i] : -1;
-    depths[at] = depth;
-    positions[at] = length + depth;
-    logprob[at] = live ? (float)row.total[i] : 0.f;
-    ancestors[2 * at] = live ? row.mask[i][0] : 0;
-    ancestors[2 * at + 1] = live ? row.mask[i][1] : 0;
+    int depth = 0, parent = -1;
+    long long token = live ? root : 0;
+    float score = 0.f;
+    u64 low = 0, high = 0;
+    if (live && i) {
+      depth = shared_load4(base + TAG + 16 * i) & 255;
+      const u32 word = shared_load4(base + PARENT + 4 * i);
+      parent = word & 255;
+      token = (int)id_of(base, depth - 1, word >> 8);
+      const uint2 cost = shared_load8(base + COST + 16 * i);
+      score = (float)minus(0.0, double_of(cost.x, cost.y));
+      for (int a = i; a > 0; a = shared_load4(base + PARENT + 4 * a) & 255) {
+        if (a < 64) low |= 1ull << a; else high |= 1ull << (a - 64);
+      }
+    }
+    tokens[to] = token;
+    parents[to] = parent;
+    depths[to] = depth;
+    positions[to] = length + depth;
+    logprob[to] = score;
+    ancestors[2 * to] = live ? low | 1 : 0;
+    ancestors[2 * to + 1] = high;
   }
   if (tid == 0) counts[r] = n;
 }

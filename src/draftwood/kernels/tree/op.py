@@ -1,4 +1,6 @@
-"""Buffers, checks and launches of the tree kernels: `candidates` (pick, merge), `grow`, `flatten`. Nothing waits for the host."""
+"""Buffers, checks and launches of the tree kernels: `candidates` (pick, merge), `grow` (rank_children, grow), `flatten`.
+
+Nothing waits for the host."""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from draftwood.kernels.tree.ref import NODES, TOP, Candidates, Flat, Options, Ta
 _FOLDER = Path(__file__).parent
 _NULL = np.uint64(0)
 MOST_ROWS, MOST_DEPTH, MOST_VOCAB = 65535, 15, 32 * SEGMENT
-_THREADS = {"pick": 512, "merge": 512, "grow": 128, "flatten": 128}
+_THREADS = {"pick": 512, "merge": 512, "rank_children": 256, "grow": 128, "flatten": 128}
 _GROW_TABLE_THREADS = 512
-_GROW_SHARED = (24_576, 94_208)
+_GROW_SHARED = (19_456, 83_968)
 """Bytes of a row's growth without and with a previous-token table; grow.cu asserts them."""
 
 
@@ -35,8 +37,16 @@ class Knobs:
 
 
 @dataclass(frozen=True)
+class Lists:
+    """Ranked children, for growth with a table: scores float32 and places uint8 [rows, depth - 1, 64, 64]."""
+
+    scores: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True)
 class Buffers:
-    """What candidates need for up to `rows` rows, fixed addresses.
+    """What candidates and growth need for up to `rows` rows, fixed addresses.
 
     keys int64 [rows, depth, S, 64], sums float32 [rows, depth, S, 2]: of each segment.
     """
@@ -44,6 +54,7 @@ class Buffers:
     keys: Tensor
     sums: Tensor
     found: Candidates
+    lists: Lists
 
 
 def knobs(options: Options, depth: int, device: torch.device | str) -> Knobs:
@@ -80,7 +91,14 @@ def allocate(rows: int, depth: int, vocab: int, device: torch.device | str) -> B
         make(top, dtype=torch.int32), make(top, dtype=torch.float32), make(top, dtype=torch.int32),
         make(top[:2], dtype=torch.float32),
     )  # fmt: skip
-    return Buffers(make((rows, depth, segments, TOP), dtype=torch.int64), make((rows, depth, segments, 2)), found)
+    keys, sums = make((rows, depth, segments, TOP), dtype=torch.int64), make((rows, depth, segments, 2))
+    return Buffers(keys, sums, found, allocate_lists(rows, depth, device))
+
+
+def allocate_lists(rows: int, depth: int, device: torch.device | str) -> Lists:
+    """Make room for the ranked children of up to `rows` rows."""
+    size = (rows, depth - 1, TOP, TOP)
+    return Lists(torch.empty(size, device=device), torch.empty(size, dtype=torch.uint8, device=device))
 
 
 def allocate_trees(rows: int, device: torch.device | str) -> Trees:
@@ -97,11 +115,11 @@ def allocate_flat(rows: int, most: int, device: torch.device | str) -> Flat:
     return Flat(make(rows), make(1, dtype=torch.int32), make((rows, NODES)), one(), one(), one(), one(), one(), make((most, 2)))
 
 
-def _source(entry: str, flag: int) -> jit.Source:
-    if entry == "flatten":
-        return jit.Source(_FOLDER / "flatten.cu", entry)
+def _source(entry: str, flag: int, special: int = 0) -> jit.Source:
+    if entry in ("flatten", "rank_children"):
+        return jit.Source(_FOLDER / {"flatten": "flatten.cu", "rank_children": "children.cu"}[entry], entry)
     if entry == "grow":
-        return jit.Source(_FOLDER / "grow.cu", entry, {"TABLE": flag, "ROOM": _GROW_SHARED[flag]})
+        return jit.Source(_FOLDER / "grow.cu", entry, {"TABLE": flag, "SPECIAL": special, "ROOM": _GROW_SHARED[flag]})
     macros = {entry.upper(): 1, "WIDE": flag} if entry == "pick" else {entry.upper(): 1}
     return jit.Source(_FOLDER / "candidates.cu", entry, macros)
 
@@ -116,13 +134,15 @@ def _threads(entry: str, flag: int) -> int:
 
 def variants() -> list[Variant]:
     """Everything the launchers choose."""
-    forms = [("pick", 0, 2), ("pick", 1, 2), ("merge", 0, 3), ("grow", 0, 8), ("grow", 1, 2), ("flatten", 0, 8)]
-    return [Variant(_source(entry, flag), _threads(entry, flag), _shared(entry, flag), blocks) for entry, flag, blocks in forms]
+    forms = [("pick", 0, 2), ("pick", 1, 2), ("merge", 0, 3), ("rank_children", 0, 4), ("flatten", 0, 8)]
+    forms += [("grow", 0, 8), ("grow", 1, 2)]
+    found = [Variant(_source(entry, flag), _threads(entry, flag), _shared(entry, flag), blocks) for entry, flag, blocks in forms]
+    return found + [Variant(_source("grow", flag, 1), _threads("grow", flag), _shared("grow", flag), 2) for flag in (0, 1)]
 
 
 @functools.cache
-def _kernel(entry: str, flag: int, device: int) -> jit.Kernel:
-    return jit.Kernel(_source(entry, flag), device, _shared(entry, flag))
+def _kernel(entry: str, flag: int, device: int, special: int = 0) -> jit.Kernel:
+    return jit.Kernel(_source(entry, flag, special), device, _shared(entry, flag))
 
 
 def candidates(
@@ -181,12 +201,13 @@ def grow(
     out: Trees,
     table: Table | None = None,
     rows: Tensor | None = None,
+    lists: Lists | None = None,
     pdl: bool = True,
 ) -> Trees:
     """Grow the trees of R = len(roots) rows into the first R rows of `out`; see ref.grow.
 
-    roots, lengths int64, budgets int32 (0..64), temperature float32 [R]; table: int32 row_ptr and cols, float32 vals and base.
-    Raises ValueError for tensors that do not fit.
+    roots, lengths int64, budgets int32 (0..64), temperature float32 [R]; table: int32 row_ptr and cols, float32 vals and base;
+    lists: room for the children it ranks, made if absent. Raises ValueError for tensors that do not fit.
     """
     r, d = len(roots), found.ids.shape[1]
     _vectors_fit(r, torch.int64, roots=roots, lengths=lengths)
@@ -198,17 +219,29 @@ def grow(
             f"{r} rows, candidates of {found.ids.shape[0]}, trees for {out.tokens.shape[0]}; {d} depths, {len(given.beta)} known"
         )
     _check_table(table)
+    if lists is not None and (lists.scores.shape[0] < r or tuple(lists.scores.shape[1:]) != (d - 1, TOP, TOP)):
+        raise ValueError(f"{r} rows of {d} depths do not fit lists {tuple(lists.scores.shape)}")
     if r == 0:
         return out
-    arg, options, extra = np.int32, given.options, given.correction
-    tables = (_NULL,) * 4 if table is None else (table.row_ptr, table.cols, table.vals, table.base)
+    arg, options, extra, device = np.int32, given.options, given.correction, roots.device.index or 0
+    live, most = _NULL if rows is None else rows, min(max(cap for _, cap in options.caps), TOP)
+    ranked: tuple[Tensor | np.uint64, ...] = (_NULL, _NULL)
+    if table is not None:
+        lists = allocate_lists(r, d, roots.device) if lists is None else lists
+        ranked = (lists.scores, lists.places)
+    if table is not None and d > 1:
+        _kernel("rank_children", 0, device)(
+            (TOP * 32 // _THREADS["rank_children"], d - 1, r), _THREADS["rank_children"],
+            (found.ids, found.z, found.places, budgets, temperature, live, table.row_ptr, table.cols, table.vals, table.base,
+             arg(len(table.base)), arg(d), arg(options.candidates), np.float64(options.alpha), arg(most), *ranked),
+            pdl=pdl,
+        )  # fmt: skip
     shape = (0, 0) if extra is None else extra.shape[1:]
-    flag = int(table is not None)
-    _kernel("grow", flag, roots.device.index or 0)(
+    flag, width = int(table is not None), most if table is None else min(most, options.candidates)
+    _kernel("grow", flag, device, int(options.spine or extra is not None))(
         r, _threads("grow", flag),
-        (found.ids, found.z, found.places, found.norm, roots, lengths, budgets, temperature, _NULL if rows is None else rows,
-         *tables, arg(0 if table is None else len(table.base)), _NULL if extra is None else extra, arg(shape[0]), arg(shape[1]),
-         arg(d), arg(options.candidates), arg(options.spine), np.float64(options.alpha), given.caps, arg(len(given.caps)),
+        (found.ids, found.z, found.places, found.norm, roots, lengths, budgets, live, *ranked, _NULL if extra is None else extra,
+         arg(shape[0]), arg(shape[1]), arg(d), arg(width), arg(options.spine), given.caps, arg(len(given.caps)),
          out.tokens, out.parents, out.depths, out.positions, out.counts, out.logprob, out.ancestors),
         pdl=pdl,
     )  # fmt: skip

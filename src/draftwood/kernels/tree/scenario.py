@@ -91,5 +91,5 @@ def run(
         live,
         1 if table else depth,
     )
-    op.grow(found, given.roots, given.lengths, given.budgets, given.temperature, knobs, out, table, live)
+    op.grow(found, given.roots, given.lengths, given.budgets, given.temperature, knobs, out, table, live, buffers.lists)
     return found, out

@@ -177,6 +177,7 @@ def step_memory(sizes: Sizes, rows: int, vocab: int, kept: int = 0) -> Table:
     results = 16 + 5 * _up(places * 8) + 2 * _up(places * sizes.path * 8) + _up(places * sizes.path * 4)
     depth = sizes.block - 1
     candidates = sizes.rows[-1] * depth * (segments * (64 * 8 + 8) + 64 * 12 + 4) if sizes.block else 0
+    candidates += sizes.rows[-1] * max(depth - 1, 0) * 64 * 64 * 5
     masks = 4 * verified + LINES * 4 * -(-vocab // 32)
     between = kept * sizes.most_observed
     return (("rows", state), ("step buffers", trees + flat + accept + chosen + results + candidates + masks + between))
