@@ -39,7 +39,8 @@ def test_every_case_has_its_times_bytes_and_tokens(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *given: "no GPU")
-    for name, value in (("read_peak", lambda d: 1e10), ("Graphs", lambda d: Immediate()), ("REPLAYS", 1), ("STEPS", 3)):
+    peaks = (("read_peak", lambda d: 1e10), ("product_peak", lambda d: 1e11))
+    for name, value in (*peaks, ("Graphs", lambda d: Immediate()), ("REPLAYS", 1), ("STEPS", 3)):
         monkeypatch.setattr(device, name, value)
     monkeypatch.setattr(device, "AUTO_STEPS", 4)
     monkeypatch.setattr(device, "AUTO_SETTLE", 3)
@@ -50,13 +51,27 @@ def test_every_case_has_its_times_bytes_and_tokens(monkeypatch):
     lines = list(device.measure(llm, [2], [0, 8, "auto"], 100, 1))
     plain, drafted, automatic = lines[2:]
     assert (plain["nodes"], drafted["nodes"]) == (2, 18) and plain["tokens_per_row"] == 1 and drafted["tokens_per_row"] > 1
-    want = costs.step_bytes(checkpoint.config, 2, 9, 100, 1, 2, checkpoint.drafter, some.plan.block, some.plan.window)
-    assert drafted["parts"] == dict(want) and drafted["floor_ms"] == round(costs.total(want) / 1e7, 3)
-    assert 4 <= plain["experts_seen"] <= 8 and drafted["experts_seen"] <= 16 and drafted["floor_seen_ms"] > 0
+    draft = (checkpoint.drafter, some.plan.block, some.plan.window)
+    experts = drafted["experts"]
+    want = costs.step_bytes(checkpoint.config, 2, 9, 100, 1, 2, *draft, distinct=experts)
+    assert dict(want) == drafted["parts"] | {"experts": pytest.approx(drafted["parts"]["experts"], rel=0.01)}
+    done = costs.step_operations(checkpoint.config, 18, 100, 1, draft[0], 2, *draft[1:])
+    assert drafted["operation_parts"] == dict(done) and drafted["operations_ms"] == round(costs.total(done) / 1e8, 3)
+    by_part = dict(costs.floor(want, done, 1e10, 1e11))
+    assert drafted["floor_parts_ms"]["lm_head"] == round(1e3 * by_part["lm_head"], 3)
+    assert drafted["floor_ms"] == pytest.approx(1e3 * sum(by_part.values()), rel=0.01)
+    assert drafted["floor_ms"] >= max(drafted["bytes_ms"], drafted["operations_ms"])
+    assert drafted["ratio"] == pytest.approx(drafted["graph_ms"] / drafted["floor_ms"], rel=0.01)
+    assert 4 <= plain["experts"] <= 8 and plain["experts"] <= experts <= 16 and "drafter" not in plain["operation_parts"]
     assert set(drafted["stage_ms"]) == {"draft", "tree", "verify", "accept", "commit"} and automatic["tok_s"] > 0
     assert lines[1]["prompt_tokens"] == 192 and lines[0]["synthetic_accept"] == 2.5
     assert device.show(lines).count("\n") == 6
     assert some.idle and some.scheduler.available == some.plan.num_pages
+
+
+def test_long_steps_are_timed_less_often_and_a_few_times_at_least():
+    assert [device._count(20, ms) for ms in (0.0, 10.0, 100.1, 250.0, 600.0, 5000.0)] == [20, 20, 19, 8, 4, 4]
+    assert device._count(3, 5000.0) == 3
 
 
 def test_a_case_without_memory_is_a_line_and_the_others_go_on():

@@ -13,7 +13,7 @@ from draftwood.kernels.moe_int4 import repack
 from draftwood.kernels.moe_route import op as route_op
 from draftwood.model.config import K2_6, K2_6_DRAFT, ModelConfig, read_drafter_config, read_model_config
 from draftwood.model.costs import total
-from draftwood.model.cuda import pack, work
+from draftwood.model.cuda import dummy, pack, work
 from draftwood.model.cuda.bucket import Bucket, DraftBucket
 from draftwood.model.cuda.drafter import CudaDrafter
 from draftwood.model.cuda.dummy import dummy_drafter, dummy_target
@@ -137,9 +137,9 @@ def test_dummy_weights_have_the_variance_of_their_inputs_and_do_not_repeat() -> 
     mlp = target.layers[2].mlp
     assert isinstance(mlp, pack.PackedMoE)
     gate, up, down = repack.expert(mlp.experts, 5, torch.float32)
-    for weight in (gate, up, down):
-        assert abs(float(weight.square().mean()) * weight.shape[1] - 1) < 0.05
-        assert len(weight.unique()) == 16
+    for weight, size in ((gate, 1.0), (up, 1.0), (down, dummy._ADDED)):
+        assert abs(float(weight.square().mean()) * weight.shape[1] / size**2 - 1) < 0.05
+        assert len(weight.unique()) == 15
     assert not torch.equal(mlp.experts.gate_up[0], mlp.experts.gate_up[1])
     other = dummy_target(NARROW, Layout(2, 2, 3), "cpu", seed=3)
     assert torch.equal(other.embed, target.embed) and torch.equal(other.layers[1].down.data, target.layers[1].down.data)

@@ -1,15 +1,16 @@
-"""Measure steps on a GPU by rows and budget: whole graphs, their stages, the gap between steps, and all of it beside the bytes.
+"""Measure steps on a GPU by rows and budget: whole graphs, their stages, the gap between steps, and all of it beside a floor.
 
 Every row has `context` committed tokens, of random latents, when its graph and the stages are timed: by CUDA events, the state of
 rows set back before each replay. The gap is what passes between the end of a graph and the start of the next in the running loop,
-and tokens per second are the loop's. The floor is the bytes of `model/costs` at the speed at which this device reads a large
-tensor, measured in the same run; it counts the experts that independent choices would reach, and `floor_seen_ms` as many as the
-last layer's nodes did reach, in every layer.
+and tokens per second are the loop's. The floor is by part of a step the longer of two times: its bytes at the speed at which this
+device reads a large tensor, and its operations at that of a large bf16 product, both measured in the same run (`model/costs`). The
+bytes of experts are those that the step's nodes did choose, counted in every layer.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +23,18 @@ from draftwood.engine.cuda.record import Graphs, Launch
 from draftwood.engine.cuda.stepper import CudaStepper
 from draftwood.engine.request import SamplingParams
 from draftwood.errors import ConfigError
-from draftwood.kernels.case import read_peak
+from draftwood.kernels.case import read_peak, time_graph
 from draftwood.model import costs
 
 if TYPE_CHECKING:
     from draftwood.llm import LLM
 
 REPLAYS, STEPS, AUTO_STEPS = 20, 24, 96
-"""Timed replays of a graph, and steps of the loop that are timed, with fixed and with automatic trees."""
+"""Most timed replays of a graph, and steps of the loop that are timed, with fixed and with automatic trees."""
+SECONDS, LEAST = 2.0, 4
+"""About how long replays, and steps of the loop, may take, and how many of each are timed however long they take."""
+PRODUCT = (4096, 8192, 8192)
+"""Rows, outputs and inputs of the product whose speed is the peak of operations."""
 FEW = 8
 """Rows up to which those of the loop begin with whole contexts; more would decode for long while the last are read."""
 SETTLE, AUTO_SETTLE = 3, 64
@@ -37,7 +42,8 @@ SETTLE, AUTO_SETTLE = 3, 64
 CHUNKS = 3
 """Whole chunks of a prompt that are timed."""
 COLUMNS = (
-    "rows", "budget", "nodes", "graph_ms", "floor_ms", "ratio", "ratio_seen", "gap_ms", "step_ms", "tok_s", "tokens_per_row",
+    "rows", "budget", "nodes", "experts", "graph_ms", "floor_ms", "ratio", "bytes_ms", "operations_ms", "gap_ms", "step_ms",
+    "tok_s", "tokens_per_row",
 )  # fmt: skip
 
 
@@ -62,7 +68,7 @@ class DeviceBench:
         assert isinstance(stepper, CudaStepper)
         self.llm, self.stepper, self.context = llm, stepper, context
         self.random = torch.Generator().manual_seed(seed)
-        self.peak = read_peak(stepper.device)
+        self.peak, self.flops = read_peak(stepper.device), product_peak(stepper.device)
         stepper.parts.kv.cache.normal_()
         if stepper.parts.draft_kv is not None:
             stepper.parts.draft_kv.keys.normal_()
@@ -73,6 +79,7 @@ class DeviceBench:
         stepper = self.stepper
         return {
             "device": torch.cuda.get_device_name(stepper.device), "read_peak_tb_s": round(self.peak / 1e12, 3),
+            "product_peak_tflop_s": round(self.flops / 1e12, 1),
             "synthetic_accept": stepper.parts.synthetic, "context": self.context, "block": self.llm.plan.block,
         }  # fmt: skip
 
@@ -104,42 +111,44 @@ class DeviceBench:
     def case(self, rows: int, budget: int) -> dict[str, Any]:
         """One number of rows and one budget."""
         key = self.stepper.sizes.key(rows, budget, False, observes=budget > 0)
+        began = time.perf_counter()
         graph, step = self.stepper.prepare(key), self.stepper.step_of(key)
-        pages = self.llm.plan.num_pages
+        prepared = time.perf_counter() - began
 
         def reset() -> None:
-            self.stepper.rows.rehearse(rows, budget, self.context, pages)
+            self.stepper.rows.rehearse(rows, budget, self.context, self.llm.plan.num_pages)
 
         reset()
         whole = self._times([graph], reset)[0]
-        nodes = int(step.flat.total)
-        seen = self._experts(step, nodes)
+        nodes, experts = int(step.flat.total), self._experts(step, reset)
         stages = dict(zip(STAGES, self._times(self._stages(step), reset), strict=True))
-        table = self._bytes(rows, nodes, budget)
-        floor = costs.total(table) / self.peak * 1e3
-        least = self._with_experts(table, seen) / self.peak * 1e3
+        moved, done = self._bytes(rows, nodes, budget, experts), self._operations(rows, nodes, budget)
+        parts = costs.floor(moved, done, self.peak, self.flops)
+        floor = 1e3 * sum(seconds for _, seconds in parts)
+        config = self.llm.checkpoint.config
         measured = {
             "rows": rows, "budget": budget, "nodes": nodes, "graph_ms": round(whole, 3), "floor_ms": round(floor, 3),
-            "ratio": round(whole / floor, 3), "bytes": costs.total(table),
-            "experts_seen": seen, "floor_seen_ms": round(least, 3), "ratio_seen": round(whole / least, 3),
-            "stage_ms": {name: round(ms, 3) for name, ms in stages.items()}, "parts": dict(table),
+            "ratio": round(whole / floor, 3), "bytes_ms": round(costs.total(moved) / self.peak * 1e3, 3),
+            "operations_ms": round(costs.total(done) / self.flops * 1e3, 3), "experts": round(experts, 2),
+            "experts_if_independent": round(costs.expected_experts(config, nodes), 2), "bytes": costs.total(moved),
+            "operations": costs.total(done), "stage_ms": {name: round(ms, 3) for name, ms in stages.items()},
+            "floor_parts_ms": {name: round(1e3 * seconds, 3) for name, seconds in parts}, "parts": dict(moved),
+            "operation_parts": dict(done), "prepare_s": round(prepared, 2),
         }  # fmt: skip
-        return measured | self._loop(rows, budget, STEPS)
+        return measured | self._loop(rows, budget, _count(STEPS, whole))
 
-    def _experts(self, step: CudaStep, nodes: int) -> int | None:
-        """Distinct experts that the nodes chose in the last layer: the floor's number is for independent choices, and nodes of
-        one text choose alike. None where they were routed in several parts."""
-        lists = step.forward.work.lists
-        if lists is None or len(step.forward.chunks) > 1:
-            return None
-        return int(lists.experts[:nodes].unique().numel())
-
-    def _with_experts(self, table: costs.Table, seen: int | None) -> int:
-        """Bytes of a step with this number of experts in every layer."""
+    def _experts(self, step: CudaStep, reset: Launch) -> float:
+        """Distinct experts that the nodes of a step choose in a layer, on average over the layers."""
         config = self.llm.checkpoint.config
-        if seen is None:
-            return costs.total(table)
-        return sum(n for name, n in table if name != "experts") + seen * config.num_moe_layers * costs.expert_bytes(config)
+        wanted = (config.num_moe_layers, step.forward.bucket.tokens, config.experts_per_token)
+        reset()
+        step.forward.routed = torch.zeros(wanted, dtype=torch.int32, device=self.stepper.device)
+        try:
+            step.run()
+            chosen = step.forward.routed[:, : int(step.flat.total)]
+        finally:
+            step.forward.routed = None
+        return statistics.mean(len(layer.unique()) for layer in chosen)
 
     def automatic(self, rows: int) -> dict[str, Any]:
         """One number of rows with trees of automatic size: the loop alone, whose steps differ."""
@@ -153,7 +162,8 @@ class DeviceBench:
     def _times(self, launches: Sequence[Launch], reset: Launch) -> list[float]:
         """Median milliseconds of each launch, all of them run in order."""
         found: list[list[float]] = [[] for _ in launches]
-        for turn in range(REPLAYS + 2):
+        count, turn = REPLAYS, -2
+        while turn < count:
             reset()
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(launches) + 1)]
             marks[0].record()
@@ -161,9 +171,11 @@ class DeviceBench:
                 launch()
                 mark.record()
             torch.cuda.synchronize()
-            if turn >= 2:
+            if turn >= 0:
                 for times, a, b in zip(found, marks, marks[1:], strict=False):
                     times.append(a.elapsed_time(b))
+            count = _count(REPLAYS, marks[0].elapsed_time(marks[-1]))
+            turn += 1
         return [statistics.median(times) for times in found]
 
     def _loop(self, rows: int, budget: int | str, count: int) -> dict[str, Any]:
@@ -191,14 +203,22 @@ class DeviceBench:
             "tok_s": round(rows * tokens / statistics.mean(walls) * 1e3, 1),
         }  # fmt: skip
 
-    def _bytes(self, rows: int, nodes: int, budget: int) -> costs.Table:
+    def _bytes(self, rows: int, nodes: int, budget: int, experts: float) -> costs.Table:
         """Bytes of a step by part, all nodes as they were counted."""
         made, checkpoint = self.llm.plan, self.llm.checkpoint
         drafter = checkpoint.drafter if budget and made.block else None
         table = costs.step_bytes(checkpoint.config, rows, 1, self.context, made.world, 2, drafter, made.block, made.window)
-        more = costs.step_bytes(checkpoint.config, 1, nodes, self.context, made.world, 2)
+        more = costs.step_bytes(checkpoint.config, 1, nodes, self.context, made.world, 2, distinct=experts)
         by_node = {name: n for name, n in more if name in ("experts", "embedding", "kv write")}
         return tuple((name, by_node.get(name, n)) for name, n in table)
+
+    def _operations(self, rows: int, nodes: int, budget: int) -> costs.Table:
+        """Operations of a step by part."""
+        made, checkpoint = self.llm.plan, self.llm.checkpoint
+        drafter = checkpoint.drafter if budget and made.block else None
+        return costs.step_operations(
+            checkpoint.config, nodes, self.context, made.world, drafter, rows, made.block, made.window
+        )  # fmt: skip
 
     def prompt_line(self) -> dict[str, Any]:
         """A prompt of whole chunks, alone: tokens per second and floating point operations per second."""
@@ -233,6 +253,24 @@ def show(lines: Sequence[dict[str, Any]]) -> str:
     cells = [[*(c.get(name) for name in COLUMNS), *(c.get("stage_ms", {}).get(name) for name in STAGES)] for c in cases]
     facts = [" ".join(f"{k} {v}" for k, v in line.items()) for line in lines if "rows" not in line or "failed" in line]
     return "\n".join(facts) + "\n\n" + report.table(head, cells)
+
+
+def _count(most: int, ms: float) -> int:
+    """How many of something that takes `ms` are timed."""
+    return max(min(LEAST, most), min(most, int(SECONDS * 1e3 / max(ms, 1e-3))))
+
+
+def product_peak(device: torch.device) -> float:
+    """Return the operations per second of a large bf16 product on this device, the fastest of some: the ceiling of arithmetic."""
+    rows, outputs, inputs = PRODUCT
+    x, weight = (torch.randn(n, inputs, dtype=torch.bfloat16, device=device) for n in (rows, outputs))
+    out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=device)
+
+    def multiply() -> None:
+        torch.matmul(x, weight.T, out=out)
+
+    fastest = min(time_graph(multiply, 1) for _ in range(3))
+    return 2 * rows * outputs * inputs / (fastest * 1e-6)
 
 
 def _weighted(counts: Sequence[int]) -> int:

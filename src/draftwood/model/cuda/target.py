@@ -101,6 +101,8 @@ class Forward:
         self.begins = torch.tensor([part.start for part in self.chunks], dtype=torch.int32, device=target.device)
         self.lives = torch.zeros_like(self.begins)
         self.aheads = [layer_ahead(layer, bucket.tokens, target.reach, target.device) for layer in target.packed.layers]
+        self.routed: Tensor | None = None
+        """Set to int32 [MoE layers, T, k] to have runs leave there which experts each live node chose in each layer."""
 
     def __call__(
         self,
@@ -134,7 +136,7 @@ class Forward:
                 w.x, layer.post_norm, self.config.rms_norm_eps, delta=delta, out=w.normed, rows=nodes.total,
                 residual=None if delta is None else w.x, ahead=ahead.shared,
             )  # fmt: skip
-            pending = self._mlp(layer.mlp, nodes)
+            pending = self._mlp(index, layer.mlp, nodes)
         self._norm(len(self.target.packed.layers), self.target.packed.norm, pending, nodes)
         return self._logits(nodes, verified), w.taps
 
@@ -177,11 +179,12 @@ class Forward:
         else:
             linear_op.linear(values, layer.o, w.delta, rows=total)
 
-    def _mlp(self, mlp: PackedDense | PackedMoE, nodes: _Nodes) -> Tensor | None:
-        """The MLP of the normed nodes. Returns what is still to be added to the residual stream, None if it has been."""
+    def _mlp(self, index: int, mlp: PackedDense | PackedMoE, nodes: _Nodes) -> Tensor | None:
+        """The MLP of layer `index` on the normed nodes. Returns what is still to be added to the residual stream, None if it has
+        been."""
         w, total = self.work, nodes.total
         if isinstance(mlp, PackedMoE):
-            self._moe(mlp, nodes)
+            self._moe(index, mlp, nodes)
         elif self.alone:
             self._dense(mlp, w.x, total, residual=w.x)
             return None
@@ -194,7 +197,7 @@ class Forward:
         linear_op.linear(self.work.normed, mlp.gate_up, hidden, rows=total)
         linear_op.linear(hidden, mlp.down, out, residual=residual, rows=total)
 
-    def _moe(self, mlp: PackedMoE, nodes: _Nodes) -> None:
+    def _moe(self, index: int, mlp: PackedMoE, nodes: _Nodes) -> None:
         """Routed experts plus the shared one, to `delta`; the router takes at most 1024 nodes at a time.
 
         The router goes first: it keeps few multiprocessors busy, and the shared expert's kernel loads weights meanwhile.
@@ -205,6 +208,8 @@ class Forward:
             live = nodes.total if len(self.chunks) == 1 else self.lives[place : place + 1]
             x, shared, out = (t[part.start : part.stop] for t in (w.normed, w.shared, w.delta))
             route_op.route(x, mlp.router, live, w.lists, plan.tile)
+            if self.routed is not None:
+                self.routed[index - self.config.first_k_dense, part.start : part.stop] = w.lists.experts[: len(part)]
             if place == 0:
                 self._dense(mlp.shared, w.shared, nodes.total)
             moe_op.moe_int4(x, mlp.experts, w.lists, live, shared, out, w.experts, plan)
