@@ -8,9 +8,12 @@ from functools import cache
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from draftwood import samples
 from draftwood.engine.cuda.auto import AutoTrees
+from draftwood.engine.cuda.stepper import likeliest
 from draftwood.engine.request import SamplingParams
 from draftwood.engine.scheduler import StepPlan
 from draftwood.errors import RequestError
@@ -343,6 +346,18 @@ def test_the_likeliest_tokens_of_the_rows_that_ask_are_those_of_the_cpu_engine()
         )
         assert {i for i, _ in top[:1]} <= {i for i, _ in others}
         assert all(abs(v - dict(others).get(i, v)) < 0.5 for i, v in top)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 20),
+    st.lists(
+        st.lists(st.sampled_from([-3.5, -0.0, 0.0, 1e-30, 2.0, 2.0000002, 1e30]), min_size=20, max_size=20), min_size=1, max_size=4
+    ),
+)
+def test_the_likeliest_of_equal_logits_have_the_lowest_ids(most, values):
+    logits = torch.tensor(values)
+    assert torch.equal(likeliest(logits, most), logits.sort(dim=-1, descending=True, stable=True).indices[:, :most])
 
 
 FORMS = (

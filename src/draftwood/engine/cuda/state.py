@@ -143,10 +143,14 @@ class DeviceRows:
         self._steady: object = None
         """What the last step sent was made of, if all its rows decoded."""
         self._pages = np.full((rows, sizes.width), sink, np.int32)
+        self._versions = np.zeros(rows, np.int64)
+        """How often a row's pages have changed."""
         self._sink = sink
         places, width = sizes.places, sizes.width
         self._inputs = Mirror(_fields(places, max(sizes.pieces, 1)), device)
-        self._tables = Mirror([("table", torch.int32, (places, width))], device)
+        self._tables = torch.full((places, width), sink, dtype=torch.int32, device=device)
+        self._shown = np.full((places, 2), -1, np.int64)
+        """Of each place: the row whose pages it has in `_tables`, and the version of them."""
         self._bias = Mirror([("ids", torch.int32, (rows * MAX_BIASES,)), ("values", torch.float32, (rows * MAX_BIASES,))], device)
         self._floors = Mirror([("ids", torch.int32, (rows * FLOOR_IDS,))], device)
         self._prompt = Mirror([("tokens", torch.int32, (max(sizes.pieces, 1) * PIECE,))], device)
@@ -172,11 +176,13 @@ class DeviceRows:
         self._known[start.row] = start.cached
         self._pages[start.row] = self._sink
         self._pages[start.row, : len(start.pages)] = start.pages
+        self._versions[start.row] += 1
         if params.counts_tokens:
             self._count(start)
 
     def grow(self, growth: Growth) -> None:
         """Lengthen a row's page table."""
+        self._versions[growth.row] += 1
         self._pages[growth.row, growth.place : growth.place + len(growth.pages)] = growth.pages
 
     def _count(self, start: Start) -> None:
@@ -241,8 +247,9 @@ class DeviceRows:
         self._inputs.send()
         need = -(-(context + 1 + budget) // PAGE_SIZE)
         at = np.arange(rows)[:, None] * need + np.arange(self.sizes.width)
-        self._tables.host["table"][:rows] = np.where(np.arange(self.sizes.width) < need, at % pages, self._sink)
-        self._tables.send()
+        lines = np.where(np.arange(self.sizes.width) < need, at % pages, self._sink).astype(np.int32)
+        self._send_tables(np.arange(rows), lines)
+        self._shown[:rows] = -1
         self.state.lengths[:rows] = context
         self.state.roots[:rows] = (torch.arange(rows, device=self.device) * 7919 + 17) % self.vocab
 
@@ -290,12 +297,28 @@ class DeviceRows:
         self._fill_floors([row.floor if emits else row.floor[:0] for row, (*_, emits) in zip(known, order, strict=True)])
         self._fill_bias([row.bias if emits else None for row, (*_, emits) in zip(known, order, strict=True)])
         self._inputs.send()
-        self._tables.host["table"][:live] = self._pages[ids]
-        self._tables.send()
+        self._show_pages(ids)
         if live > free:
             tokens = [token for i, at, size, _ in order if size for token in plan.chunks[i][at : at + size]]
             self._prompt.host["tokens"][: len(tokens)] = tokens
             self._prompt.send()
+
+    def _show_pages(self, ids: NDArray[np.int64]) -> None:
+        """Send the page tables of places whose row, or whose row's pages, are not those they had: long contexts have wide tables,
+        and in a step of many rows some row nearly always gains a page."""
+        now = np.stack((ids, self._versions[ids]), 1)
+        changed = np.flatnonzero((now != self._shown[: len(ids)]).any(1))
+        if len(changed):
+            self._send_tables(changed, self._pages[ids[changed]])
+            self._shown[changed] = now[changed]
+
+    def _send_tables(self, places: NDArray[np.int64], lines: NDArray[np.int32]) -> None:
+        """Replace the page tables of places, ascending, by `lines`."""
+        staged = pinned(lines.nbytes, self.device).view(torch.int32).view(lines.shape)
+        staged.copy_(torch.from_numpy(lines))
+        for run in np.split(np.arange(len(places)), np.flatnonzero(np.diff(places) != 1) + 1):
+            first, count = int(places[run[0]]), len(run)
+            self._tables[first : first + count].copy_(staged[run[0] : run[0] + count], non_blocking=True)
 
     def _fill_bias(self, given: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]] | None]) -> None:
         pointers, at = self._inputs.host["bias_ptr"], 0
@@ -327,7 +350,7 @@ class DeviceRows:
 
     def table(self, places: int) -> Tensor:
         """Page tables int32 [places, width]."""
-        return self._tables.device["table"][:places]
+        return self._tables[:places]
 
     def places(self, places: int) -> Places:
         """What `begin`, `select` and `advance` read."""

@@ -26,7 +26,7 @@ from draftwood.spec.grammar import Constraint
 from draftwood.spec.tree import Tree
 
 FEW = 16
-"""Rows of logits that are sorted at once for their likeliest tokens (31 MB for K2.6's)."""
+"""Rows of logits whose likeliest tokens are looked for at once (50 MB for K2.6's)."""
 REPEATS = 3
 """How often a step is timed for automatic trees; the fastest counts."""
 
@@ -60,7 +60,7 @@ class CudaStepper:
         self.prints = False
         """Whether results tell the bits of the logits behind every committed token."""
         self.marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
-        """Set to a list to collect events before and behind the graph of each step."""
+        """Set to a list to collect events before and behind the graphs of each step."""
         self._steps: dict[Key, CudaStep] = {}
         self._launches: dict[Key, Launch] = {}
         self._masked: dict[Key, tuple[CudaStep, list[Launch]]] = {}
@@ -105,14 +105,9 @@ class CudaStepper:
         if formed:
             return self._launch_formed(self.buffers.forms.fitted(plan, list(formed)), formed, trace)
         staged = self.stage(plan)
-        launch = self._launches[staged.key]
-        if self.marks is None:
-            launch()
-        else:
-            self.marks.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-            self.marks[-1][0].record()
-            launch()
-            self.marks[-1][1].record()
+        began = self._mark()
+        self._launches[staged.key]()
+        self._marked(began)
         return self._fetch(plan, staged, self.step_of(staged.key), trace)
 
     def _launch_formed(self, plan: StepPlan, formed: dict[int, Constraint], trace: bool) -> Flying:
@@ -120,7 +115,7 @@ class CudaStepper:
         key = self.rows.key(plan)
         step, (plant, verify, finish) = self._masked_step(key)
         staged = self.rows.stage(plan, key)
-        live = max(staged.results) + 1
+        live, began = max(staged.results) + 1, self._mark()
         plant()
         arrays = [
             self._copy(x[:live].reshape(-1).view(torch.uint8)) for x in (step.trees.tokens, step.trees.parents, step.trees.counts)
@@ -135,7 +130,22 @@ class CudaStepper:
         verified = np.where(ended.forced, ended.emits, counts[:, 0])
         self.buffers.forms.tell(formed, trees, np.cumsum(verified) - verified, staged.results)
         finish()
+        self._marked(began)
         return self._fetch(plan, staged, step, trace, formed)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event where a step begins, if such are collected."""
+        if self.marks is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _marked(self, began: torch.cuda.Event | None) -> None:
+        """Keep the event of a step's beginning with one of its end."""
+        ended = self._mark()
+        if self.marks is not None and began is not None and ended is not None:
+            self.marks.append((began, ended))
 
     def _masked_step(self, key: Key) -> tuple[CudaStep, list[Launch]]:
         if key not in self._masked:
@@ -201,23 +211,23 @@ class CudaStepper:
         return Flying(self.auto, plan, staged, step.places, self.sizes.path, raw, arrays, prints, top, formed or {}, self._event())
 
     def _likeliest(self, plan: StepPlan, staged: Staged, step: CudaStep) -> Likeliest | None:
-        """Look for the likeliest tokens of the rows that want them, a few rows of logits at a time; None where no row does."""
+        """Look for the likeliest tokens of the rows that want them, a few rows of logits at a time; None where no row does. A row
+        without a tree returns one token, so that one place is looked at."""
         wants = [(i, self.rows.logprobs(row)) for i, row in enumerate(plan.rows) if plan.emits[i]]
-        rows = [i for i, most in wants if most]
-        if not rows:
+        most, path = max((n for _, n in wants), default=0), step.results.path
+        width = self.sizes.path
+        at = [(i, k) for i, n in wants if n for k in range(width if plan.budgets[i] else 1)]
+        if not at:
             return None
-        most, path = max(n for _, n in wants), step.results.path
-        staged_places = pinned(8 * len(rows), self.device).view(torch.int64)
-        staged_places.copy_(torch.tensor([staged.results[i] for i in rows]))
+        staged_places = pinned(8 * len(at), self.device).view(torch.int64)
+        staged_places.copy_(torch.tensor([staged.results[i] * width + k for i, k in at]))
         places = staged_places.to(self.device, non_blocking=True)
-        chosen, tokens, scores = (x.index_select(0, places).flatten() for x in (path.chosen, path.tokens, path.logprobs))
+        chosen, tokens, scores = (x.flatten().index_select(0, places) for x in (path.chosen, path.tokens, path.logprobs))
         chosen = chosen.clamp(0, len(step.logits) - 1)
         whole = step.logits[chosen, tokens.clamp(min=0)] - scores
-        # A stable sort, not topk: equal logits stand by id whatever else is asked for.
-        found = [step.logits[part].sort(dim=-1, descending=True, stable=True) for part in chosen.split(FEW)]
-        ids = torch.cat([part.indices[:, :most] for part in found])
-        values = torch.cat([part.values[:, :most] for part in found]) - whole[:, None]
-        return Likeliest(rows, most, *(self._copy(x.flatten().view(torch.uint8)) for x in (ids, values)))
+        ids = torch.cat([likeliest(step.logits[part], most) for part in chosen.split(FEW)])
+        values = step.logits[chosen[:, None], ids] - whole[:, None]
+        return Likeliest(at, most, *(self._copy(x.flatten().view(torch.uint8)) for x in (ids, values)))
 
     def _prints(self, step: CudaStep) -> Tensor:
         """[places, path] a sum over the bits of a row of logits, each times an odd number of its own, modulo 2^64."""
@@ -233,20 +243,30 @@ class CudaStepper:
         return to
 
 
+def likeliest(logits: Tensor, most: int) -> Tensor:
+    """The ids int64 [R, most] of the largest logits float32 [R, V], in order; equal ones by id, whatever else is asked for."""
+    bits = (logits + 0.0).view(torch.int32)  # -0 is 0
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    keys = ordered - torch.arange(logits.shape[1], device=logits.device)
+    found: Tensor = -keys.topk(most, dim=-1).values & 0xFFFFFFFF
+    return found
+
+
 @dataclass(frozen=True)
 class Likeliest:
-    """ids int64 and log-probabilities float32 [rows, width, most] on their way, of plan rows `rows`."""
+    """ids int64 and log-probabilities float32 [len(at), most] on their way, of places `at`: (plan row, token of the step)."""
 
-    rows: list[int]
+    at: list[tuple[int, int]]
     most: int
     ids: Tensor
     values: Tensor
 
     def of(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
-        """The same for all rows of the plan; zeros where nothing was asked for."""
-        shape = (len(self.rows), width, self.most)
-        ids, values = torch.zeros(rows, *shape[1:], dtype=torch.int64), torch.zeros(rows, *shape[1:])
-        ids[self.rows], values[self.rows] = self.ids.view(torch.int64).view(shape), self.values.view(torch.float32).view(shape)
+        """The same [rows, width, most] for all rows of the plan; zeros where nothing was asked for."""
+        shape = (rows, width, self.most)
+        ids, values = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+        at = tuple(torch.tensor(self.at).unbind(1))
+        ids[at], values[at] = self.ids.view(torch.int64).view(-1, self.most), self.values.view(torch.float32).view(-1, self.most)
         return ids, values
 
 
