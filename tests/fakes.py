@@ -217,7 +217,12 @@ def fake_engine(kind: str | None = "good", plan: Plan | None = None, toy: Toy | 
 
 
 def run(engine: Engine, requests) -> dict[int, list[int]]:
-    """Add (prompt, params) pairs at once, run to the end, return token ids by request id; pages must be had again."""
+    """Add (prompt, params) pairs at once, run to the end, return token ids by request id; pages must be had again.
+
+    An engine without a drafter, which refuses trees, is asked for none.
+    """
+    if engine.plan.block == 0:
+        requests = [(prompt, dataclasses.replace(params, tree_budget=None)) for prompt, params in requests]
     out: dict[int, list[int]] = {engine.add(prompt, params): [] for prompt, params in requests}
     while not engine.idle:
         for output in engine.step():

@@ -63,6 +63,10 @@ def test_tree_budget_drafter_and_batch_do_not_change_the_answer(folder, llm, tem
     prompts = [PROMPT * (s + 1) for s in range(6)]
     with LLM(str(folder), load_format="dummy", draft="none", device="cpu") as plain:
         expected = [plain.generate(p, a)[0] for p, a in zip(prompts, asks, strict=True)]
+        assert same(plain.generate(PROMPT, {"max_tokens": 3, "tree_budget": 0})) == same(plain.generate(PROMPT, {"max_tokens": 3}))
+        for asked in (8, "auto"):
+            with pytest.raises(RequestError, match=f"tree_budget {asked} needs a drafter"):
+                plain.generate(PROMPT, {"tree_budget": asked})
     for budget in (0, 8, 64, "auto"):
         params = [{**vars(a), "tree_budget": budget} for a in asks]
         found = llm.generate(prompts, params)

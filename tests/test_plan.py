@@ -126,6 +126,10 @@ def test_a_missing_drafter_is_said(tmp_path):
     p = decide(options, find(options), BIG)
     assert p.block == 0
     assert "no drafter" in p.notes[0]
+    for field, value in (("tree_budget", "auto"), ("tree_budget", 16), ("topk_cap", 2), ("noise", "own"), ("tree_spine", True)):
+        asked = dataclasses.replace(options, **{field: value})
+        with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}.* has no effect without a drafter"):
+            decide(asked, find(asked), BIG)
 
 
 def test_what_is_no_model_is_refused_in_one_line(tmp_path):

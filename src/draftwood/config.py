@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ MAX_BUDGET = 64
 MIN_BLOCK, MAX_BLOCK = 4, 16
 PAGE_SIZE = 64
 STAGES = ("draft", "tree", "verify", "accept", "commit")
+DRAFTING = ("tree_budget", "draft_block", "draft_window", "topk_cap", "tree_spine", "noise", "bigram", "draft_rope")
+"""Options that nobody would heed where nothing drafts."""
 
 
 def _flag(default: Any, help: str, **extra: Any) -> Any:
@@ -117,13 +120,28 @@ def add_options(parser: argparse.ArgumentParser, only: tuple[str, ...] | None = 
             group.add_argument(f"--{f.name.replace('_', '-')}", action=action, default=False, help=help)
         else:
             extra = {k: meta[k] for k in ("choices", "metavar") if k in meta}
-            group.add_argument(f"--{f.name.replace('_', '-')}", type=meta.get("parse", str), default=f.default, help=help, **extra)
+            # None says that the flag was not given, also where its own default was.
+            group.add_argument(f"--{f.name.replace('_', '-')}", type=meta.get("parse", str), default=None, help=help, **extra)
 
 
 def options_from(args: argparse.Namespace) -> Options:
-    """Build Options from parsed flags; fields the command did not offer keep their defaults."""
+    """Build Options from parsed flags; fields the command did not offer and flags that were not given keep their defaults.
+
+    Raises ConfigError for flags of a drafter beside `--draft none`, too.
+    """
     names = {f.name for f in dataclasses.fields(Options)}
-    return Options(**{k: v for k, v in vars(args).items() if k in names})
+    given = {k: v for k, v in vars(args).items() if k in names and v is not None}
+    if given.get("draft") == "none":
+        refuse_drafting(given, "with --draft none")
+    return Options(**given)
+
+
+def refuse_drafting(given: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for the first option among `given` that only a drafter could heed. A tree budget of 0 is none."""
+    for name in DRAFTING:
+        if value := given.get(name):
+            flag = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise ConfigError(f"{flag} has no effect {where}; leave it out, or give a drafter with --draft")
 
 
 @dataclass(frozen=True)

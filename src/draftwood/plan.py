@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from draftwood import nano
-from draftwood.config import MAX_BLOCK, MAX_BUDGET, MIN_BLOCK, PAGE_SIZE, Options, Plan
+from draftwood.config import MAX_BLOCK, MAX_BUDGET, MIN_BLOCK, PAGE_SIZE, Options, Plan, refuse_drafting
 from draftwood.errors import ConfigError
 from draftwood.model import costs
 from draftwood.model.config import (
@@ -268,11 +268,13 @@ class _Planner:
     def _drafter(self) -> DrafterConfig | None:
         """The drafter to load: none where no tree will ever have a node beyond its root. Checked against the target
         even then."""
-        drafter = self.checkpoint.drafter
+        drafter, options = self.checkpoint.drafter, self.options
         if drafter is None:
+            asked = {f.name: getattr(options, f.name) for f in fields(options) if getattr(options, f.name) != f.default}
+            refuse_drafting(asked, "without a drafter")
             return None
-        check_pair(self.config, drafter, self.options.draft_block)
-        if self.options.tree_budget == 0:
+        check_pair(self.config, drafter, options.draft_block)
+        if options.tree_budget == 0:
             self.notes.append(NOT_LOADED)
             return None
         return drafter

@@ -46,13 +46,22 @@ def connect(args: argparse.Namespace, **defaults: Any) -> Remote:
     Raises ConfigError where there is none, and for flags that only a model here could obey.
     """
     for f in dataclasses.fields(Options):
-        default = defaults.get(f.name, f.default)
-        if getattr(args, f.name, default) != default:
-            flag = "MODEL" if f.metadata.get("positional") else f"--{f.name.replace('_', '-')}"
+        value, default = getattr(args, f.name, None), defaults.get(f.name, f.default)
+        positional = f.metadata.get("positional")
+        # MODEL and switches come with their defaults, of other flags None says that they were not given.
+        if value is not None and (value != default or not positional and not isinstance(value, bool)):
+            flag = "MODEL" if positional else f"--{f.name.replace('_', '-')}"
             raise ConfigError(f"{flag} has no effect on the server at --base-url; leave it out, or leave --base-url out")
     if not args.base_url.startswith(("http://", "https://")):
         raise ConfigError(f"--base-url {args.base_url!r} is no address; write it as http://HOST:PORT")
     return find(args.base_url.rstrip("/").removesuffix("/v1"), args.api_key, args.served_model_name)
+
+
+def absent(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that only a server at --base-url could obey, where none is given."""
+    for flag, value in (("--api-key", args.api_key), ("--served-model-name", args.served_model_name)):
+        if value is not None:
+            raise ConfigError(f"{flag} is for a server elsewhere; give its address with --base-url, or leave {flag} out")
 
 
 def find(url: str, key: str | None = None, name: str | None = None) -> Remote:

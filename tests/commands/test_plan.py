@@ -28,6 +28,11 @@ def test_too_little_memory_is_told_not_refused(capsys):
     assert any("does not fit" in note for note in json.loads(out.splitlines()[-1])["notes"])
 
 
+def test_without_a_drafter_a_budget_of_0_may_be_asked_for(capsys):
+    code, out, _ = run(capsys, "k2.6", "--hardware", "b300", "--tp", "8", "--draft", "none", "--tree-budget", "0")
+    assert code == 0 and json.loads(out.splitlines()[-1])["max_budget"] == 0
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -37,6 +42,16 @@ def test_too_little_memory_is_told_not_refused(capsys):
         (["k2.6", "--topk-cap", "0"], "--topk-cap 0"),
         (["k2.6", "--hardware", "abacus"], "invalid choice"),
         (["k2.6", "--tp", "two"], "invalid int"),
+        (["k2.6", "--hardware", "h200", "--device", "cpu"], "--device cpu is not what --hardware h200 is"),
+        (["k2.6", "--draft", "none", "--tree-budget", "8"], "--tree-budget 8 has no effect with --draft none"),
+        (["k2.6", "--draft", "none", "--tree-budget", "auto"], "--tree-budget auto has no effect"),
+        (["k2.6", "--draft", "none", "--draft-block", "8"], "--draft-block 8 has no effect"),
+        (["k2.6", "--draft", "none", "--draft-window", "2048"], "--draft-window 2048 has no effect"),
+        (["k2.6", "--draft", "none", "--topk-cap", "4"], "--topk-cap 4 has no effect"),
+        (["k2.6", "--draft", "none", "--tree-spine"], "--tree-spine has no effect"),
+        (["k2.6", "--draft", "none", "--noise", "shared"], "--noise shared has no effect"),
+        (["k2.6", "--draft", "none", "--bigram", "none"], "--bigram none has no effect"),
+        (["k2.6", "--draft", "none", "--draft-rope", "1"], "--draft-rope 1 has no effect"),
         (["k2.6", "extra"], "unrecognized arguments: extra"),
         (["/nowhere/at/all"], "no folder"),
     ],

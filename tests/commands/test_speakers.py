@@ -106,6 +106,19 @@ def test_a_server_that_is_none_is_one_line(words, capsys):
     assert said.count("\n") == 1 and "caching" not in said
 
 
+@pytest.mark.parametrize("words", [["chat", "--api-key", "k"], ["bench", "serve", "--served-model-name", "nano"]])
+def test_a_flag_for_a_server_elsewhere_is_refused_with_the_model_here(words, capsys):
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "--base-url" in said and words[-2] in said
+
+
+@pytest.mark.parametrize("words", [["--noise", "shared"], ["--tree-budget", "8"], ["--tree-spine"]])
+def test_a_flag_with_its_own_default_is_refused_with_a_server_elsewhere(words, capsys):
+    assert cli.main(["chat", "--base-url", "http://127.0.0.1:9", *words]) == 2
+    assert f"{words[0]} has no effect" in capsys.readouterr().err
+
+
 def test_a_flag_for_the_model_here_is_refused_with_a_server_elsewhere(capsys):
     assert cli.main(["chat", "--base-url", "http://127.0.0.1:9", "--no-enable-prefix-caching"]) == 2
     assert "--enable-prefix-caching has no effect" in capsys.readouterr().err

@@ -57,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; return 1 if a request failed."""
     remote.needs("httpx", "prometheus_client", command="bench serve")
+    if args.base_url is None:
+        remote.absent(args)
     loads = parse_loads(args.concurrency, args.request_rate)
     bodies = _bodies(args)
     with _server(args) as server:

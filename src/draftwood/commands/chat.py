@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_from(args)
     if args.base_url is not None:
         return _afar(args, params)
+    remote.absent(args)
     options = options_from(args)
     code = ranks.start(args, options)
     if code is not None:

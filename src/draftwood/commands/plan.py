@@ -12,6 +12,7 @@ from typing import Any
 from draftwood import plan
 from draftwood.commands import console
 from draftwood.config import Options, Plan, add_options, options_from
+from draftwood.errors import ConfigError
 from draftwood.model import costs
 from draftwood.report import closed_pipe_is_fine, json_line, table
 
@@ -45,7 +46,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _device(options: Options, hardware: str) -> plan.Device:
     if hardware != "auto":
-        return plan.HARDWARE[hardware]
+        device = plan.HARDWARE[hardware]
+        if options.device not in ("auto", device.kind):
+            raise ConfigError(f"--device {options.device} is not what --hardware {hardware} is; give one of them")
+        return device
     from draftwood import devices
 
     return devices.detect(options.device, options.tp * options.ep)

@@ -212,9 +212,13 @@ class Scheduler:
         return room if asked is None else min(asked, room)
 
     def _budget(self, params: SamplingParams) -> tuple[int, bool]:
-        """Return (most nodes beyond the root, may the policy choose fewer); RequestError above plan.max_budget."""
+        """Return (most nodes beyond the root, may the policy choose fewer); RequestError above plan.max_budget, and for any
+        tree where nothing drafts."""
         asked = self.plan.options.tree_budget if params.tree_budget is None else params.tree_budget
         if self.plan.block == 0:
+            if params.tree_budget:
+                fault = f"tree_budget {asked} needs a drafter and this engine runs without one; leave it out"
+                raise RequestError(fault, "tree_budget")
             return 0, False
         if isinstance(asked, str):
             return self.plan.max_budget, True
