@@ -23,7 +23,6 @@ from draftwood.kernels.accept import ref as accept_ref
 from draftwood.kernels.draft_attention import op as draft_op
 from draftwood.kernels.draft_attention import ref as draft_ref
 from draftwood.kernels.kv_commit import op as commit_op
-from draftwood.kernels.kv_commit import ref as commit_ref
 from draftwood.kernels.linear import op as linear_op
 from draftwood.kernels.linear import ref as linear_ref
 from draftwood.kernels.mla_attention import op as attention_op
@@ -339,25 +338,9 @@ class Refs:
             _compact(cache, slots[r : r + 1], path[r : r + 1], counts[r : r + 1])
         return cache
 
-    def commit_taps(
-        self, taps: Tensor, path: Tensor, counts: Tensor, starts: Tensor | None = None, rows: Tensor | None = None,
-        pdl: bool = True,
-    ) -> Tensor:  # fmt: skip
-        self.calls.add("commit_taps")
-        n = _live(rows, len(counts))
-        if taps.dim() == 3:
-            slots = commit_ref.slots_of(torch.arange(len(taps)) * taps.shape[1], taps.shape[1])
-            data = taps.view(1, -1, taps.shape[2])
-        else:
-            assert starts is not None
-            slots, data = commit_ref.slots_of(starts, commit_op.LONGEST), taps.unsqueeze(0)
-        for r in range(n):
-            _compact(data, slots[r : r + 1], path[r : r + 1], counts[r : r + 1])
-        return taps
-
 
 def _compact(data: Tensor, slots: Tensor, path: Tensor, counts: Tensor) -> None:
-    """commit_ref.compact in place, without a copy of all data. A path longer than the kernel's moves nothing."""
+    """kv_commit.ref.compact in place, without a copy of all data. A path longer than the kernel's moves nothing."""
     n = min(int(counts[0]), path.shape[1])
     nodes = path[0, :n]
     if n == 0 or bool((nodes == torch.arange(n)).all()):
@@ -426,7 +409,7 @@ def replace(patch: pytest.MonkeyPatch) -> Calls:
         (draft_op, ("draft_attention",)),
         (tree_op, ("candidates", "grow", "flatten")),
         (accept_op, ("choose", "walk")),
-        (commit_op, ("commit_latents", "commit_taps")),
+        (commit_op, ("commit_latents",)),
     ):
         for name in names:
             patch.setattr(module, name, getattr(refs, name))

@@ -53,21 +53,6 @@ def _committed(store: LatentStore, scratch, path: torch.Tensor, counts: torch.Te
 
 
 @emulated
-def test_taps_padded_and_flattened_move_alike() -> None:
-    g = torch.Generator().manual_seed(0)
-    rows, nodes, width = 4, 11, 40
-    taps = torch.randn(rows, nodes, width, generator=g)
-    path, counts = paths(rows, nodes, 7, g)
-    want = taps.clone()
-    for r in range(rows):
-        want[r, : counts[r]] = taps[r, path[r, : counts[r]]]
-    padded, flat = taps.clone(), taps.clone().view(rows * nodes, width)
-    op.commit_taps(padded, path, counts)
-    op.commit_taps(flat, path, counts, torch.arange(rows) * nodes)
-    assert torch.equal(padded, want) and torch.equal(flat.view_as(want), want)
-
-
-@emulated
 def test_prompt_chunks_and_rows_beyond_the_count_are_not_touched() -> None:
     data = torch.randn(2, 300, 16)
     slots = torch.randperm(300)[:240].view(2, 120)

@@ -1,1 +1,1 @@
-"""Compaction of an accepted path: latents of all layers in one launch, and the taps."""
+"""Compaction of an accepted path: latents of all layers in one launch."""

@@ -1,4 +1,4 @@
-"""Benchmark cases of `kv_commit` at K2.6's sizes: 61 layers of 576 latents, and 6 taps of 7168; 5 of 9 nodes accepted."""
+"""Benchmark cases of `kv_commit` at K2.6's sizes: 61 layers of 576 latents; 5 of 17 nodes accepted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from draftwood.kernels.case import Case, Run
 from draftwood.kernels.kv_commit import op
 
 ROWS = (1, 32, 128)
-LAYERS, WIDTH, TAPS, NODES, PAGE = 61, 576, 6 * 7168, 17, 64
+LAYERS, WIDTH, NODES, PAGE = 61, 576, 17, 64
 CALLS = 10
 PATH = (0, 2, 5, 9, 16)
 
@@ -44,15 +44,6 @@ def _latents(rows: int, device: torch.device) -> Run:
     return _run(cache, launch, slots[:, : len(PATH)].flatten(), slots[:, list(PATH)].flatten())
 
 
-def _taps(rows: int, device: torch.device) -> Run:
-    made = torch.Generator(device=device).manual_seed(0)
-    taps = torch.randn(rows, NODES, TAPS, device=device, generator=made).to(torch.bfloat16)
-    path, counts = _path(rows, device)
-    slots = torch.arange(rows * NODES, device=device).view(rows, NODES)
-    launch = functools.partial(op.commit_taps, taps, path, counts)
-    return _run(taps.view(1, -1, TAPS), launch, slots[:, : len(PATH)].flatten(), slots[:, list(PATH)].flatten())
-
-
 def cases() -> list[Case]:
     """Return the cases. The error is the number of wrong values after the first call; later calls move the same bytes again."""
     found = []
@@ -65,8 +56,5 @@ def cases() -> list[Case]:
                 functools.partial(_latents, rows),
                 op.bytes_moved(moves, LAYERS, WIDTH * 2),
             )
-        )
-        found.append(
-            Case("kv_commit", f"taps 6x7168 rows {rows}", functools.partial(_taps, rows), op.bytes_moved(moves, 1, TAPS * 2))
         )
     return found

@@ -1,7 +1,6 @@
-// Moves the rows of accepted nodes to the places of the first nodes, in place: latents of all layers, or taps.
+// Moves the latents of accepted nodes to the places of the first nodes, in place, in all layers.
 //
-// Node i of row r lies in slot slots[r][i] (or starts[r] + i, or r * nodes + i); path[r][0..counts[r]) are the accepted nodes, root
-// first, ascending, so path[i] >= i. Place i takes the bytes of node path[i]. A thread owns one 16-byte column of one row and goes
+// Node i of row r lies in slot slots[r][i]; path[r][0..counts[r]) are the accepted nodes, root first, ascending, so path[i] >= i. Place i takes the bytes of node path[i]. A thread owns one 16-byte column of one row and goes
 // through the path in order: what it writes, place i, is no later source, since path[k] >= k > i. Nothing else is written.
 #include "../rounded.cuh"
 
@@ -10,14 +9,10 @@
 #endif
 constexpr int THREADS = 256, AHEAD = 4;
 
-__device__ __forceinline__ long long slot_of(const long long* slots, const long long* starts, int r, int nodes, int i) {
-  return slots ? slots[(long long)r * nodes + i] : (starts ? starts[r] : (long long)r * nodes) + i;
-}
-
 // Grid (ceil(layers * columns / 256), R). data: layer l, slot s at l * layer_bytes + s * slot_bytes; columns = 16-byte pieces of a slot.
 extern "C" __global__ void __launch_bounds__(THREADS)
-compact(unsigned char* data, const long long* slots, const long long* starts, const long long* path, const long long* counts,
-        const int* rows, int nodes, int path_width, int layers, int columns, long long layer_bytes, long long slot_bytes) {
+compact(unsigned char* data, const long long* slots, const long long* path, const long long* counts, const int* rows,
+        int nodes, int path_width, int layers, int columns, long long layer_bytes, long long slot_bytes) {
   __shared__ long long from[LONGEST], to[LONGEST];
   __shared__ int moves;
   const int r = blockIdx.y, tid = threadIdx.x;
@@ -25,6 +20,7 @@ compact(unsigned char* data, const long long* slots, const long long* starts, co
   pdl_go();
   if (rows && r >= load_int(rows)) return;
   const long long* mine = path + (long long)r * path_width;
+  const long long* slot = slots + (long long)r * nodes;
   const int n = (int)min((long long)path_width, load_long(counts + r));
   if (n < 1 || load_long(mine + n - 1) == n - 1) return;               // ascending from 0: every node is in its place
   if (tid == 0) moves = 0;
@@ -37,8 +33,8 @@ compact(unsigned char* data, const long long* slots, const long long* starts, co
       const u32 all = __ballot_sync(ALL_LANES, moved);
       const int at = found + __popc(all & ((1u << tid) - 1));
       if (moved && at < LONGEST) {
-        from[at] = slot_of(slots, starts, r, nodes, (int)node) * slot_bytes;
-        to[at] = slot_of(slots, starts, r, nodes, i) * slot_bytes;
+        from[at] = slot[node] * slot_bytes;
+        to[at] = slot[i] * slot_bytes;
       }
       found += __popc(all);
     }

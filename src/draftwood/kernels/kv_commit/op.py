@@ -1,4 +1,7 @@
-"""Checks and launches of the compaction of accepted paths: `commit_latents` and `commit_taps`, in place."""
+"""Checks and launch of the compaction of accepted paths, in place: `commit_latents`.
+
+Taps are not compacted: the drafter gathers them by the path (`model/cuda/drafter.py`), and needs them only once.
+"""
 
 from __future__ import annotations
 
@@ -46,57 +49,27 @@ def commit_latents(
         raise ValueError(f"a cache is [layers, slots, width] with contiguous slots; it is {tuple(cache.shape)}, {cache.stride()}")
     if slots.dim() != 2 or slots.dtype != torch.int64 or not slots.is_contiguous() or slots.shape[0] != path.shape[0]:
         raise ValueError(f"slots must be int64 [{path.shape[0]}, nodes]; they are {slots.dtype} {tuple(slots.shape)}")
-    _launch(cache, slots, None, slots.shape[1], path, counts, rows, pdl)
-    return cache
-
-
-def commit_taps(
-    taps: Tensor, path: Tensor, counts: Tensor, starts: Tensor | None = None, rows: Tensor | None = None, pdl: bool = True
-) -> Tensor:
-    """Compact taps [R, N, F] in place: place i of a row takes its node path[i]. Or taps [T, F] of nodes that lie one after another,
-    row r's from starts[r] (int64) on. Raises ValueError for tensors that do not fit."""
-    r = path.shape[0]
-    if taps.dim() == 3 and starts is None and taps.shape[0] >= r and taps.is_contiguous():
-        _launch(taps.view(1, -1, taps.shape[2]), None, None, taps.shape[1], path, counts, rows, pdl)
-        return taps
-    fits = starts is not None and starts.dtype == torch.int64 and starts.shape == (r,) and starts.is_contiguous()
-    if taps.dim() != 2 or not fits or taps.stride(1) != 1:
-        raise ValueError(f"taps are [rows, nodes, F], or [nodes, F] with int64 starts [{r}]; they are {tuple(taps.shape)}")
-    _launch(taps.unsqueeze(0), None, starts, taps.shape[0], path, counts, rows, pdl)
-    return taps
-
-
-def _launch(
-    data: Tensor,
-    slots: Tensor | None,
-    starts: Tensor | None,
-    nodes: int,
-    path: Tensor,
-    counts: Tensor,
-    rows: Tensor | None,
-    pdl: bool,
-) -> None:
     r, width = path.shape
     for name, x, shape in (("path", path, (r, width)), ("counts", counts, (r,))):
         if x.dtype != torch.int64 or tuple(x.shape) != shape or not x.is_contiguous():
             raise ValueError(f"{name} must be int64 {shape} contiguous; it is {x.dtype} {tuple(x.shape)}")
     if rows is not None and (rows.dtype != torch.int32 or rows.numel() != 1):
         raise ValueError(f"rows must be one int32 on the device; it is {rows.dtype} {tuple(rows.shape)}")
-    size = data.element_size()
-    layers, _, wide = data.shape
-    strides = (data.stride(0) * size, data.stride(1) * size)
-    if wide * size % 16 or data.data_ptr() % 16 or any(s % 16 for s in strides):
+    size = cache.element_size()
+    layers, _, wide = cache.shape
+    strides = (cache.stride(0) * size, cache.stride(1) * size)
+    if wide * size % 16 or cache.data_ptr() % 16 or any(s % 16 for s in strides):
         raise ValueError(f"slots of {wide * size} bytes, strides {strides}, must be in whole pieces of 16 bytes")
     if r == 0:
-        return
+        return cache
     columns = wide * size // 16
-    _kernel(data.device.index or 0)(
+    _kernel(cache.device.index or 0)(
         (-(-layers * columns // _THREADS), r), _THREADS,
-        (data, _NULL if slots is None else slots, _NULL if starts is None else starts, path, counts,
-         _NULL if rows is None else rows, np.int32(nodes), np.int32(width), np.int32(layers), np.int32(columns),
-         np.int64(strides[0]), np.int64(strides[1])),
+        (cache, slots, path, counts, _NULL if rows is None else rows, np.int32(slots.shape[1]), np.int32(width), np.int32(layers),
+         np.int32(columns), np.int64(strides[0]), np.int64(strides[1])),
         pdl=pdl,
     )  # fmt: skip
+    return cache
 
 
 def bytes_moved(moves: int, layers: int, slot_bytes: int) -> int:

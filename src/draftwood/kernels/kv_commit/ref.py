@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -16,8 +15,3 @@ def compact(data: Tensor, slots: Tensor, path: Tensor, counts: Tensor) -> Tensor
         nodes = path[r, :n]
         out[:, slots[r, :n]] = data[:, slots[r][nodes]]
     return out
-
-
-def slots_of(starts: Tensor, nodes: int) -> Tensor:
-    """Slots [R, N] of rows whose nodes lie one after another from starts [R] on."""
-    return starts[:, None] + torch.arange(nodes, device=starts.device)

@@ -20,17 +20,12 @@ def test_all_variants_compile_within_limits(arch: str) -> None:
 def test_unfit_tensors_are_refused_in_one_line() -> None:
     path, counts = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
     slots = torch.zeros(2, 5, dtype=torch.int64)
-    for width, message in ((12, "16 bytes"), (16, None)):
-        cache = torch.zeros(2, 10, width, dtype=torch.bfloat16)
-        if message:
-            with pytest.raises(ValueError, match=message):
-                op.commit_latents(cache, slots, path, counts)
-        with pytest.raises(ValueError, match="counts must be int64"):
-            op.commit_latents(cache, slots, path, counts.int()) if width == 16 else op.commit_taps(cache, path, counts.int())
+    with pytest.raises(ValueError, match="16 bytes"):
+        op.commit_latents(torch.zeros(2, 10, 12, dtype=torch.bfloat16), slots, path, counts)
+    with pytest.raises(ValueError, match="counts must be int64"):
+        op.commit_latents(torch.zeros(2, 10, 16, dtype=torch.bfloat16), slots, path, counts.int())
     with pytest.raises(ValueError, match="slots must be int64"):
         op.commit_latents(torch.zeros(1, 4, 16), slots.int(), path, counts)
-    with pytest.raises(ValueError, match="starts"):
-        op.commit_taps(torch.zeros(10, 16), path, counts)
 
 
 class TestOnDevice:
@@ -66,19 +61,6 @@ class TestOnDevice:
         cache = bits.clone().view(torch.bfloat16)
         op.commit_latents(cache, slots, path, counts)
         assert torch.equal(cache.view(torch.int16), want)
-
-    def test_taps_padded_and_flattened_are_the_references(self) -> None:
-        rows, nodes, width = 33, 17, 6 * 7168
-        bits = torch.randint(-(2**15), 2**15, (rows * nodes, width), device="cuda", dtype=torch.int16)
-        path, counts = self.paths(rows, nodes, 3)
-        starts = torch.arange(rows, device="cuda") * nodes
-        want = ref.compact(bits[None], ref.slots_of(starts, nodes), path, counts)[0]
-        padded = bits.clone().view(torch.bfloat16).view(rows, nodes, width)
-        op.commit_taps(padded, path, counts)
-        assert torch.equal(padded.view(torch.int16).view_as(want), want)
-        flat = bits.clone().view(torch.bfloat16)
-        op.commit_taps(flat, path, counts, starts)
-        assert torch.equal(flat.view(torch.int16), want)
 
     def test_rows_beyond_the_count_are_not_touched_and_prompt_chunks_move_nothing(self) -> None:
         bits = torch.randint(-(2**15), 2**15, (4, 600 * 3, 64), device="cuda", dtype=torch.int16)
