@@ -23,8 +23,16 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 
 // ---------------------------------------------------------------- programmatic dependent launch
 // pdl_wait: everything the previous kernel of the stream wrote is visible after it; returns at once without a PDL edge.
-// pdl_go: the next kernel's blocks may start. Call it after pdl_wait in every block, also in blocks that leave early: then
-// "my predecessor is done" implies that all earlier kernels are done too.
+// pdl_go: the next kernel's blocks may start, when all blocks of this one have called it or left.
+//
+// What may be read when (tests/kernels/test_launch_order.py looks at the sources):
+//  (a) In every grid at least one block waits. So "my predecessor is done" implies that all earlier kernels are done too, and
+//      after its wait a kernel may read and write whatever it likes.
+//  (b) The rule is wait, then go. A kernel that goes first (EARLY, norm_rope/pieces.cuh) lets the next one start while the one
+//      before it still runs. What follows k of those in a row may before its own wait read only what is older than the last k + 1
+//      kernels: weights, and tables that no step writes.
+//  (c) A kernel that reads before its wait what a step has written (choose and lists of moe_route, down of moe_int4) needs a
+//      predecessor that waits and then goes, which says so in a line of its own: "go after wait".
 __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void pdl_go() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 

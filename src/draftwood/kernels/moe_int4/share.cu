@@ -42,7 +42,7 @@ gate_up_share(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf
   __syncthreads();
   prefetch_lists(jobs, njobs, pairs);
   pdl_wait();                                  // the lists come from the router, just before
-  pdl_go();
+  pdl_go();                                    // go after wait: `down` reads them ahead of its own
   const long long units = (long long)*njobs * T;
   const int base = (int)(units * blockIdx.x / gridDim.x);
   const Share share((int)(units * (blockIdx.x + 1) / gridDim.x) - base, warp);

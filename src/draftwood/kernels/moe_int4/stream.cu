@@ -12,7 +12,7 @@ gate_up_stream(const uint4* __restrict__ W, const uint2* __restrict__ S, const b
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, u = blockIdx.x * WARPS + (threadIdx.x >> 5);
   prefetch_lists(jobs + u / T, njobs, pairs);
   pdl_wait();                                  // the lists come from the router, just before
-  pdl_go();
+  pdl_go();                                    // go after wait: `down` reads them ahead of its own
   const int4 job = job_and_count(jobs + u / T, njobs);
   if (u >= job.w * T) return;
   const int count = job.z, pair = pairs[job.y + (g < count ? g : 0)];          // idle columns compute token 0 again

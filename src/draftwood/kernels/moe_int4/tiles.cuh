@@ -6,7 +6,7 @@ ENTRY(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __re
   DYNAMIC_SHARED(unsigned char, smem);
   const u32 sm = shared_address(smem);
   pdl_wait();
-  pdl_go();
+  pdl_go();                                    // go after wait: `down` reads the lists ahead of its own
   if ((int)blockIdx.y >= *njobs) return;
   const int4 job = jobs[blockIdx.y];
   const int tile = blockIdx.x * (2 * WARPS), count = job.z;

@@ -4,13 +4,14 @@
 //   choose        a row a block: experts[row][slot], weights[row][slot]
 //   lists         one block: pairs, jobs, njobs
 //   choose_lists  one block for at most 16 rows: choose and lists in one launch
+//   whole         all of it in one launch for at most 128 rows: the last block of some rows chooses, the last of all makes the lists
 //
 // LAW 1. A score is, for each 128 of K, one chain of mma from 0 (K ascending; the bf16 parts of W in order); the WARPS chains of
 // a segment are added in order, then the segments in order. Nothing depends on the number of rows or on other rows. Ties go to
 // the lowest id. Bit masks are set with atomicOr: their result has no order.
 //
 // Macros: HIDDEN, EXPERTS (multiple of 16), TOPK, PARTS (1: W is bf16; 3: W is fp32, cut into three bf16 that sum to it exactly),
-// WARPS (HIDDEN is a multiple of 128*WARPS); one of SCORES, CHOOSE, LISTS, CHOOSE_LISTS.
+// WARPS (HIDDEN is a multiple of 128*WARPS); one of SCORES, CHOOSE, LISTS, CHOOSE_LISTS, WHOLE.
 // W[part][EXPERTS/16][HIDDEN/16][lane][16 B]: mma A fragments; step 2b+s, lane (g, q): k0 = 32b+8q+4s, registers (row g, k0..+1),
 // (row g+8, same), (row g, k0+2..+3), (row g+8, same): so 16 bytes x[32b+8q .. +7] of a row are the B fragments of two steps.
 // Rows from *live on are padding: they get no pairs, and their experts and weights are not written.
@@ -23,18 +24,33 @@ inline u32 __reduce_max_sync(u32, u32 v) {
   return best;
 }
 inline u32 __reduce_min_sync(u32, u32 v) { return ~__reduce_max_sync(ALL_LANES, ~v); }
+inline uint4 load16_new(const void* p) { return load16(p); }
+template <class T> inline T load_new(const T* p) { return *p; }
+inline int take_ticket(int* p) { return (*p)++; }
+inline void fence() {}
+#else
+// From L2, for what L1 may hold an old copy of: this kernel or the ones beside it have written it, or it has not waited for who did.
+__device__ __forceinline__ uint4 load16_new(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+template <class T> __device__ __forceinline__ T load_new(const T* p) { return __ldcg(p); }
+__device__ __forceinline__ int take_ticket(int* p) { return atomicAdd(p, 1); }
+__device__ __forceinline__ void fence() { __threadfence(); }
 #endif
 
 constexpr int SEGMENT = 128 * WARPS, SEGMENTS = HIDDEN / SEGMENT;
 static_assert(HIDDEN % SEGMENT == 0 && EXPERTS % 16 == 0 && EXPERTS <= 1024 && TOPK <= 32 && TOPK <= EXPERTS, "shape");
 
-#ifdef SCORES
-// row_block: rows of a block, a multiple of 8. partial: [SEGMENTS][rows][EXPERTS].
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-scores(const uint4* __restrict__ W, const bf16* __restrict__ x, const int* __restrict__ live, float* __restrict__ partial,
-       int rows, int row_block) {
+#if defined(SCORES) || defined(WHOLE)
+typedef float Sums[WARPS][8][17];              // [row][expert]; 17: the writes of a quad spread over the banks
+// Scores of this block's 16 experts, segment and rows into partial: [SEGMENTS][rows][EXPERTS]. row_block: rows of a block, a
+// multiple of 8. begin is called when the weights are on their way; NEW: nothing has waited for who wrote x and *live.
+template <bool NEW, class Begin>
+__device__ __forceinline__ void score_rows(Sums* sums, const uint4* W, const bf16* x, const int* live, float* partial, int rows,
+                                           int row_block, Begin begin) {
   constexpr int STEPS = 8;                     // of 16 K: a warp's 128
-  __shared__ float sums[2][WARPS][8][17];      // [row][expert]; 17: the writes of a quad spread over the banks
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3, seg = blockIdx.y;
   const int k = seg * SEGMENT + warp * 128;
   u32 a[PARTS][STEPS][4];
@@ -50,12 +66,11 @@ scores(const uint4* __restrict__ W, const bf16* __restrict__ x, const int* __res
   auto fetch = [&](int row) {                  // rows from *live on are computed and not written
     const bf16* at = x + (long long)min(row + g, rows - 1) * HIDDEN + k + q * 8;
 #pragma unroll
-    for (int b = 0; b < 4; b++) next[b] = load16(at + b * 32);
+    for (int b = 0; b < 4; b++) next[b] = NEW ? load16_new(at + b * 32) : load16(at + b * 32);
   };
-  pdl_wait();
-  pdl_go();
+  begin();
   fetch(from);                                 // travels with the count
-  const int to = min(min(rows, *live), from + row_block);
+  const int to = min(min(rows, NEW ? load_new(live) : *live), from + row_block);
   int buffer = 0;
 #pragma unroll 1
   for (int row = from; row < to; row += 8, buffer ^= 1) {
@@ -84,7 +99,19 @@ scores(const uint4* __restrict__ W, const bf16* __restrict__ x, const int* __res
 }
 #endif
 
-#if defined(CHOOSE) || defined(CHOOSE_LISTS)
+#ifdef SCORES
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+scores(const uint4* __restrict__ W, const bf16* __restrict__ x, const int* __restrict__ live, float* __restrict__ partial,
+       int rows, int row_block) {
+  __shared__ Sums sums[2];
+  score_rows<false>(sums, W, x, live, partial, rows, row_block, [] {
+    pdl_wait();
+    pdl_go();                                  // go after wait: the next kernel reads *live ahead of its own
+  });
+}
+#endif
+
+#if defined(CHOOSE) || defined(CHOOSE_LISTS) || defined(WHOLE)
 // Rows from .. to-1 of the block: score[row][expert] in shared memory, then a warp a row chooses. bias: in shared memory,
 // filled by this block's threads before the call.
 // Raw weights go out for the experts first .. first+held-1, exactly 0 for those of other ranks.
@@ -93,9 +120,9 @@ __device__ __forceinline__ void choose_rows(float* score, const float* partial, 
   const int tid = threadIdx.x, lane = tid & 31;
   for (int i = tid; i < (to - from) * EXPERTS; i += blockDim.x) {
     const float* at = partial + (long long)from * EXPERTS + i;
-    float v = at[0];
+    float v = load_new(at);
 #pragma unroll
-    for (int s = 1; s < SEGMENTS; s++) v += at[(long long)s * rows * EXPERTS];
+    for (int s = 1; s < SEGMENTS; s++) v += load_new(at + (long long)s * rows * EXPERTS);
     score[i] = 1.f / (1.f + expf(-v));
   }
   __syncthreads();
@@ -137,30 +164,42 @@ __device__ __forceinline__ void choose_rows(float* score, const float* partial, 
 }
 #endif
 
-#if defined(LISTS) || defined(CHOOSE_LISTS)
-// One block: pairs grouped by expert (ascending, then by row), jobs of at most `tile` pairs balanced in multiples of 8.
+#if defined(LISTS) || defined(CHOOSE_LISTS) || defined(WHOLE)
+// The choice of pair p; NEW: this kernel's other blocks have written it.
+template <bool NEW> __device__ __forceinline__ u32 choice(const int* chosen, int p) { return NEW ? load_new(chosen + p) : chosen[p]; }
+
+// One block of THREADS: pairs grouped by expert (ascending, then by row), jobs of at most `tile` pairs balanced in multiples of 8.
 // mask: [held][words] bits of the rows that chose an expert; at: [held + 33].
+template <int THREADS, bool NEW>
 __device__ __forceinline__ void make_lists(u32* mask, u32* at, const int* chosen, int n, int words, int first, int held, int tile,
                                            int* pairs, int4* jobs, int* njobs) {
+  constexpr int EACH = (EXPERTS + THREADS - 1) / THREADS;      // experts of a thread, in a row
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  for (int i = tid; i < held * words; i += blockDim.x) mask[i] = 0;
+  for (int i = tid; i < held * words; i += THREADS) mask[i] = 0;
   __syncthreads();
-  for (int p = tid; p < n * TOPK; p += blockDim.x) {
-    const u32 e = chosen[p] - first, t = p / TOPK;
+  for (int p = tid; p < n * TOPK; p += THREADS) {
+    const u32 e = choice<NEW>(chosen, p) - first, t = p / TOPK;
     if (e < (u32)held) atomicOr(&mask[e * words + (t >> 5)], 1u << (t & 31));
   }
   __syncthreads();
-  // thread e: expert e. Exclusive prefix over experts of (pairs << 16 | jobs): at most 32768 pairs and 4096 jobs.
-  int count = 0, size = 8, cut = 0;
-  if (tid < held) {
-    for (int w = 0; w < words; w++) count += __popc(mask[tid * words + w]);
-    if (count) {
-      const int least = (count + tile - 1) / tile;
-      size = ((count + 7) / 8 + least - 1) / least * 8;
-      cut = (count + size - 1) / size;
+  // Exclusive prefix over experts of (pairs << 16 | jobs): at most 32768 pairs and 4096 jobs.
+  int counts[EACH], sizes[EACH], cuts[EACH];
+  u32 own = 0;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int e = tid * EACH + i;
+    int count = 0, size = 8, cut = 0;
+    if (e < held) {
+      for (int w = 0; w < words; w++) count += __popc(mask[e * words + w]);
+      if (count) {
+        const int least = (count + tile - 1) / tile;
+        size = ((count + 7) / 8 + least - 1) / least * 8;
+        cut = (count + size - 1) / size;
+      }
     }
+    counts[i] = count; sizes[i] = size; cuts[i] = cut;
+    own += (u32)count << 16 | (u32)cut;
   }
-  const u32 own = (u32)count << 16 | (u32)cut;
   u32 sum = own;
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1) {
@@ -170,20 +209,24 @@ __device__ __forceinline__ void make_lists(u32* mask, u32* at, const int* chosen
   if (lane == 31) at[held + warp] = sum;
   __syncthreads();
   u32 before = 0, all = 0;
-  for (int w = 0; w < (int)(blockDim.x >> 5); w++) {
+  for (int w = 0; w < THREADS / 32; w++) {
     if (w == warp) before = all;
     all += at[held + w];
   }
-  const u32 start = before + sum - own;
-  if (tid < held) {
-    at[tid] = start >> 16;
-    for (int j = 0; j < cut; j++)
-      jobs[(start & 0xffff) + j] = make_int4(tid, (start >> 16) + j * size, min(size, count - j * size), 0);
+  u32 start = before + sum - own;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int e = tid * EACH + i;
+    if (e >= held) continue;
+    at[e] = start >> 16;
+    for (int j = 0; j < cuts[i]; j++)
+      jobs[(start & 0xffff) + j] = make_int4(e, (start >> 16) + j * sizes[i], min(sizes[i], counts[i] - j * sizes[i]), 0);
+    start += (u32)counts[i] << 16 | (u32)cuts[i];
   }
   if (tid == 0) *njobs = all & 0xffff;
   __syncthreads();
-  for (int p = tid; p < n * TOPK; p += blockDim.x) {
-    const u32 e = chosen[p] - first, t = p / TOPK;
+  for (int p = tid; p < n * TOPK; p += THREADS) {
+    const u32 e = choice<NEW>(chosen, p) - first, t = p / TOPK;
     if (e < (u32)held) {
       const u32* m = mask + e * words;
       int rank = __popc(m[t >> 5] & ((1u << (t & 31)) - 1));
@@ -194,11 +237,12 @@ __device__ __forceinline__ void make_lists(u32* mask, u32* at, const int* chosen
 }
 #endif
 
-#ifdef CHOOSE_LISTS
+#if defined(CHOOSE_LISTS) || defined(WHOLE)
 // The lists of at most 32 pairs by one warp; a job holds at least as many pairs as an expert can have rows.
+template <bool NEW>
 __device__ __forceinline__ void few_lists(const int* chosen, int n, int first, int held, int* pairs, int4* jobs, int* njobs) {
   const int p = threadIdx.x, count = n * TOPK;
-  const u32 expert = p < count ? chosen[p] - first : ~0u;
+  const u32 expert = p < count ? choice<NEW>(chosen, p) - first : ~0u;
   const bool here = expert < (u32)held;
   int start = 0, rank = 0, same = 0;           // pairs of lower experts; of this one: before p, and in all
   for (int o = 0; o < count; o++) {
@@ -223,7 +267,7 @@ choose(const float* __restrict__ partial, const float* __restrict__ bias, const 
   const int row = blockIdx.x, n = min(rows, *live);               // scores has waited for who wrote *live
   for (int e = threadIdx.x; e < EXPERTS; e += 128) biases[e] = bias[e];
   pdl_wait();
-  pdl_go();
+  pdl_go();                                    // go after wait: `lists` reads *live ahead of its own
   if (row < n) choose_rows(score, partial, biases, rows, row, row + 1, first, held, scale, experts, weights, nullptr);
 }
 #endif
@@ -238,7 +282,7 @@ lists(const int* __restrict__ experts, const int* __restrict__ live, int* __rest
   pdl_wait();
   pdl_go();
   const int words = (rows + 31) / 32 | 1;      // odd: the words of 32 experts lie in 32 banks
-  make_lists(space, space + held * words, experts, n, words, first, held, tile, pairs, jobs, njobs);
+  make_lists<1024, false>(space, space + held * words, experts, n, words, first, held, tile, pairs, jobs, njobs);
 }
 #endif
 
@@ -257,7 +301,56 @@ choose_lists(const float* __restrict__ partial, const float* __restrict__ bias, 
   pdl_go();
   choose_rows(score, partial, biases, rows, 0, n, first, held, scale, experts, weights, chosen);
   __syncthreads();
-  if (n * TOPK > 32 || n > tile) make_lists(mask, at, chosen, n, 1, first, held, tile, pairs, jobs, njobs);
-  else if (threadIdx.x < 32) few_lists(chosen, n, first, held, pairs, jobs, njobs);
+  if (n * TOPK > 32 || n > tile) make_lists<1024, false>(mask, at, chosen, n, 1, first, held, tile, pairs, jobs, njobs);
+  else if (threadIdx.x < 32) few_lists<false>(chosen, n, first, held, pairs, jobs, njobs);
+}
+#endif
+
+#ifdef WHOLE
+// Is this block the last of `count` that come here? Then it sees what the others wrote before, through load_new.
+__device__ __forceinline__ bool last_of(int* ticket, int count) {
+  __shared__ int last;
+  fence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = take_ticket(ticket) == count - 1;
+    if (last) *ticket = 0;                     // for the next launch
+  }
+  __syncthreads();
+  if (last) fence();
+  return last;
+}
+
+// Grid as scores. tickets: [1 + row blocks], zero between launches.
+// beside: x and *live are older than the kernel before, whose blocks have all waited for who wrote them before they let this one
+// start (its pdl_wait comes before its pdl_go). Then nothing here waits for it but the end, so that what comes next may rely on it.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+whole(const uint4* __restrict__ W, const bf16* x, const int* live, float* partial, const float* __restrict__ bias, int* experts,
+      float* weights, int* pairs, int4* jobs, int* njobs, int* tickets, int rows, int row_block, int first, int held, float scale,
+      int tile, int beside) {
+  constexpr int WORDS = 128 / 32 | 1;
+  __shared__ union {                           // one after the other
+    Sums sums[2];
+    struct { float score[WARPS * EXPERTS], biases[EXPERTS]; } choosing;
+    struct { u32 mask[EXPERTS * WORDS], at[EXPERTS + 33]; } listing;
+  } space;
+  score_rows<true>(space.sums, W, x, live, partial, rows, row_block, [&] {
+    if (!beside) pdl_wait();
+    pdl_go();                                  // beside: rule (d) of common.cuh
+  });
+  if (!last_of(tickets + 1 + blockIdx.z, gridDim.x * gridDim.y)) return;
+  const int n = min(rows, load_new(live)), from = blockIdx.z * row_block, to = min(n, from + row_block);
+  for (int e = threadIdx.x; e < EXPERTS; e += 32 * WARPS) space.choosing.biases[e] = bias[e];
+  for (int row = from; row < to; row += WARPS) {
+    choose_rows(space.choosing.score, partial, space.choosing.biases, rows, row, min(row + WARPS, to), first, held, scale, experts,
+                weights, nullptr);
+    __syncthreads();
+  }
+  if (!last_of(tickets, gridDim.z)) return;
+  const int words = (rows + 31) / 32 | 1;
+  if (n * TOPK > 32 || n > tile)
+    make_lists<32 * WARPS, true>(space.listing.mask, space.listing.at, experts, n, words, first, held, tile, pairs, jobs, njobs);
+  else if (threadIdx.x < 32) few_lists<true>(experts, n, first, held, pairs, jobs, njobs);
+  if (beside) pdl_wait();
 }
 #endif

@@ -6,8 +6,7 @@
 // LAW 1.  A row belongs to one block, or a head to one group of lanes, whatever else runs; all sums have one order:
 //   a lane's own values ascending, the butterfly of warp_sum, then the warps ascending through a second butterfly.
 // PDL.  With EARLY the next kernel's blocks may start before this one has waited, so that they fetch their weights while the
-//   kernel before this one ends, not only while this one runs.  "My predecessor is done" still implies that all earlier ones are,
-//   for every kernel here waits; but the next kernel must not read, before its own wait, what the last two have written.
+//   kernel before this one ends, not only while this one runs: common.cuh, rule (b). Riders do not wait; other blocks of the grid do.
 #pragma once
 #include "../rounded.cuh"
 
