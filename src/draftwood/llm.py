@@ -6,7 +6,8 @@ print(LLM("nano").generate("def fibonacci(n):")[0].text)
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import contextlib
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -275,6 +276,17 @@ class LLM:
             top_logprobs=answer.top_logprobs if answer.params.logprobs else None,
             cached_tokens=usage.cached_tokens,
         )
+
+
+@contextlib.contextmanager
+def leading(options: Options) -> Iterator[LLM | None]:
+    """The model that `options` describe, on rank 0; ranks above it work for rank 0 until it closes, and then get None."""
+    with LLM(options) as llm:
+        if llm.rank > 0:
+            llm.follow()
+            yield None
+        else:
+            yield llm
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from draftwood.errors import ConfigError
 
 OURS = "draftwood"
 """What our own servers say owns the model; they take more fields than OpenAI's."""
+DONE = "[DONE]"
+"""What the last event of an answer's stream holds."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser, purpose: str) -> None:
     group.add_argument("--base-url", metavar="URL", help=f"server to use, as in http://127.0.0.1:8000 (default: {purpose})")
     group.add_argument("--api-key", metavar="KEY", help="key of the server at --base-url")
     group.add_argument("--served-model-name", metavar="NAME", help="model to ask for there (default: the first that it lists)")
+
+
+def event(line: str) -> str | None:
+    """Return what a line of an answer's stream holds: JSON or DONE; None for comments and what lies between events."""
+    return line[5:].strip() if line.startswith("data:") else None
 
 
 def needs(*packages: str, command: str) -> None:

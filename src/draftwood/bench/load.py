@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 
+from draftwood.remote import DONE, event
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _LONGEST_ERROR = 300
 
@@ -62,10 +64,9 @@ async def send(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> An
                 answer.error = f"HTTP {response.status_code}: {text[:_LONGEST_ERROR]}"
                 return answer
             async for line in response.aiter_lines():
-                if not line.startswith("data:"):
+                if (data := event(line)) is None:
                     continue
-                data = line[5:].strip()
-                if data == "[DONE]":
+                if data == DONE:
                     done = True
                     break
                 now = time.perf_counter()

@@ -113,11 +113,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{options.model} has no drafter for --budgets {args.budgets}; give one with --draft, or --budgets 0")
     if world > 1 and not launch.is_rank():
         return launch.run_ranks(args.argv, world)
-    from draftwood.llm import LLM
+    from draftwood.llm import leading
 
-    with LLM(options) as llm:
-        if llm.rank > 0:
-            llm.follow()
+    with leading(options) as llm:
+        if llm is None:
             return 0
         for remark in llm.plan.notes:
             report.note(f"note: {remark}")

@@ -54,11 +54,10 @@ def run(args: argparse.Namespace) -> int:
     code = ranks.start(args, options)
     if code is not None:
         return code
-    from draftwood.llm import LLM
+    from draftwood.llm import leading
 
-    with LLM(options) as llm:
-        if llm.rank > 0:
-            llm.follow()
+    with leading(options) as llm:
+        if llm is None:
             return 0
         with closed_pipe_is_fine():
             console.say_notes(llm.plan)

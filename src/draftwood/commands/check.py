@@ -190,11 +190,10 @@ def run(args: argparse.Namespace) -> int:
     tasks = list(plan_tasks(len(chosen), budgets, temperatures, batches, args.max_tokens, args.seed))
     tasks = [dataclasses.replace(task, bitwise=args.bitwise) for task in tasks]
     if options.tp * options.ep > 1:
-        from draftwood.llm import LLM
+        from draftwood.llm import leading
 
-        with LLM(options) as llm:
-            if llm.rank > 0:
-                llm.follow()
+        with leading(options) as llm:
+            if llm is None:
                 return 0
             done = _collect(((task, answers(llm, task)) for task in tasks), tasks)
     else:

@@ -43,11 +43,10 @@ def run(args: argparse.Namespace) -> int:
     if code is not None:
         return code
     prompts = read_prompts(args.prompt) if ranks.is_first() else []
-    from draftwood.llm import LLM
+    from draftwood.llm import leading
 
-    with LLM(options) as llm:
-        if llm.rank > 0:
-            llm.follow()
+    with leading(options) as llm:
+        if llm is None:
             return 0
         with closed_pipe_is_fine():
             console.say_notes(llm.plan)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from draftwood.commands.generate import ENDINGS, summary
 from draftwood.engine.request import SamplingParams
 from draftwood.errors import RequestError
-from draftwood.remote import Remote
+from draftwood.remote import DONE, Remote, event
 
 if TYPE_CHECKING:
     import httpx
@@ -115,8 +115,7 @@ def _asked(params: SamplingParams) -> dict[str, Any]:
 
 def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
     for line in response.iter_lines():
-        data = line.removeprefix("data:").strip()
-        if line.startswith("data:") and data != "[DONE]":
+        if (data := event(line)) not in (None, DONE):
             yield json.loads(data)
 
 
