@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from draftwood import __version__
 from draftwood.errors import ConfigError, DraftwoodError
+from draftwood.report import closed_pipe_is_fine
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("draftwood.commands.generate", "write a continuation of a prompt to stdout"),
@@ -62,7 +63,12 @@ def _find(argv: Sequence[str]) -> tuple[str, list[str]] | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code: 0 done, 1 failed, 2 bad usage or bad input."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    with closed_pipe_is_fine():
+        return _run(sys.argv[1:] if argv is None else list(argv))
+    return 0
+
+
+def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return 0 if argv else 2

@@ -56,8 +56,10 @@ def show(text: str) -> None:
 def closed_pipe_is_fine() -> Iterator[None]:
     """End quietly when the reader of stdout or stderr has gone (`| head -1`): it has read what it wanted."""
     try:
-        yield
-        sys.stdout.flush()
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes stdout once more at exit; give what is left a place that takes it.
         with open(os.devnull, "w") as nowhere:

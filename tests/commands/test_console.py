@@ -1,5 +1,6 @@
 import io
 import os
+import subprocess
 import sys
 
 import pytest
@@ -38,3 +39,12 @@ def test_a_closed_pipe_ends_quietly(monkeypatch):
         console.write("x" * 100_000)
     sys.stdout.write("more")
     sys.stdout.flush()
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["plan", "--help"], ["env"]])
+def test_any_command_may_lose_its_reader(argv):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as nobody:
+        done = subprocess.run([sys.executable, "-m", "draftwood", *argv], stdout=nobody, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
