@@ -293,7 +293,7 @@ class Refs:
 
     def choose(
         self, logits: Tensor, at: accept_ref.Nodes, params: accept_ref.Params, buffers: accept_op.Buffers,
-        live: Tensor | None = None, logprobs: bool = True, filters: bool = True, pdl: bool = True,
+        live: Tensor | None = None, logprobs: bool = True, filters: bool = True, levels: int | None = None, pdl: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         accept_op._check(logits, at, params, buffers, live)
         self.calls.add("choose", 3 if filters else 2)

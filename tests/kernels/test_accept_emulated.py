@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,7 +128,7 @@ class Scene:
             patch.setattr(op, "_kernel", lambda entry, *form: (lambda *_, **__: None) if entry == "settle" else known(entry, *form))
             return self.run(logits)[0] == -1
 
-    def run(self, logits: Tensor, **options: bool) -> tuple[Tensor, Tensor, op.Buffers]:
+    def run(self, logits: Tensor, **options: Any) -> tuple[Tensor, Tensor, op.Buffers]:
         m, (r, n) = len(self.rows), self.tree.tokens.shape
         buffers = op.allocate(m + 3, r, n, self.vocab, "cpu")
         tokens, scores = op.choose(logits, self.at, self.given, buffers, torch.tensor([m], dtype=torch.int32), **options)
@@ -180,6 +181,33 @@ def test_choices_are_the_references_to_the_bit(name: str, dtype: torch.dtype, ki
     if name == "plain":
         again, _, _ = scene.run(logits, filters=True)
         assert torch.equal(again, tokens)
+
+
+@emulated
+@pytest.mark.parametrize(("name", "kind"), [("plain", "normal"), ("penal", "hostile"), ("filters", "ties")])
+def test_only_nodes_of_a_walk_are_read_and_walks_are_the_same(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = {"plain": PLAIN, "penal": PENAL, "filters": FILTERS[1::2]}[name]
+    scene = Scene(params, [4 + 3 * (r % 3) for r in range(len(params) - 1)], 200, chunk=[3, 1, 4])
+    logits, r = scene.logits(kind), len(scene.tree.counts)
+    for m, (row, node) in enumerate(zip(scene.rows.tolist(), scene.nodes.tolist(), strict=True)):
+        children = [j for j in range(int(scene.tree.counts[row])) if scene.tree.parents[row, j] == node]
+        if children and m % 4:  # most nodes choose a child
+            logits[m, scene.tree.tokens[row, children[m % len(children)]]] = 60.0
+    monkeypatch.setattr(op, "FEW_NODES", 0)
+    monkeypatch.setattr(op, "_WALKED_BLOCKS", 5)  # more rows than blocks for them at first, several blocks a row later
+    for width in (2, 7):
+        _, _, whole = scene.run(logits)
+        want = op.walk(scene.at, scene.tree.counts, whole, op.allocate_path(r, width, "cpu"))
+        met = torch.zeros(len(logits), dtype=torch.bool)
+        met[want.chosen[want.chosen >= 0]] = True
+        poisoned = logits.clone()
+        poisoned[~met] = 1e30
+        tokens, _, some = scene.run(poisoned, levels=width)
+        got = op.walk(scene.at, scene.tree.counts, some, op.allocate_path(r, width, "cpu"))
+        for field in dataclasses.fields(want):
+            a, b = getattr(got, field.name), getattr(want, field.name)
+            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)), field.name
+        assert bool((tokens[~met] == 0).all()) and bool((~met).any()) and int(want.counts.max()) >= min(width, 3)
 
 
 def hold_back(scene: Scene) -> tuple[Permits, list[Floor | None]]:

@@ -25,6 +25,7 @@ from draftwood.kernels.kv_commit import op as commit_op
 from draftwood.kernels.rows import op as rows_op
 from draftwood.kernels.rows.ref import Verified
 from draftwood.kernels.sizes import op as sizes_op
+from draftwood.kernels.sizes.ref import CAPS, Fitted
 from draftwood.kernels.tree import op as tree_op
 from draftwood.kernels.tree.ref import NODES, Flat, Options, Table, Trees
 from draftwood.kv.store import DraftStore, LatentStore
@@ -58,12 +59,13 @@ class CudaParts(Common):
 
 @dataclass(frozen=True)
 class Results:
-    """What a step leaves for the host, of R places, in one stretch of memory `raw`: lengths before it, live nodes, the path."""
+    """What a step leaves for the host, of R places, in one stretch of memory `raw`: lengths before it, live nodes, what sizes of
+    trees would have given, the path."""
 
     raw: Tensor
     lengths: Tensor
     nodes: Tensor
-    expected: Tensor
+    fitted: Fitted
     path: Path
 
     @staticmethod
@@ -72,7 +74,7 @@ class Results:
         longs, each, wide = torch.int64, (places,), (places, width)
         return [
             ("lengths", longs, each), ("nodes", longs, each), ("counts", longs, each), ("emitted", longs, each),
-            ("final", longs, each), ("expected", longs, (1,)), ("path", longs, wide), ("tokens", longs, wide),
+            ("final", longs, each), ("expected", longs, (len(CAPS),)), ("sized", longs, (len(CAPS),)), ("path", longs, wide), ("tokens", longs, wide),
             ("logprobs", torch.float32, wide),
         ]  # fmt: skip
 
@@ -83,7 +85,7 @@ class Results:
         v = carve(buffer, fields)
         which = chosen[: places * width].view(places, width)
         path = Path(v["path"], v["counts"], v["tokens"], v["emitted"], v["final"], v["logprobs"], which)
-        return Results(buffer[: carved_bytes(fields)], v["lengths"], v["nodes"], v["expected"], path)
+        return Results(buffer[: carved_bytes(fields)], v["lengths"], v["nodes"], Fitted(v["expected"], v["sized"]), path)
 
 
 class Buffers:
@@ -222,8 +224,8 @@ class CudaStep:
         if auto is not None:
             heat, automatic = rows.given("temperature", self.places), rows.given("automatic", self.places)
             counters = (rows.given("live", 1), rows.given("free", 1))
-            costs = auto.costs[self.key.rows]
-            sizes_op.fit(*counters, automatic, self.trees, heat, auto.calibration, costs, self.results.expected)
+            costs, own = auto.costs[self.key.rows], CAPS.index(self.key.budget)
+            sizes_op.fit(*counters, automatic, self.trees, heat, auto.calibration, costs, own, self.results.fitted)
 
     def _verify(self) -> None:
         wanted = (self.verified.index, self.verified.live) if self.key.prompts else None
@@ -234,7 +236,8 @@ class CudaStep:
     def _accept(self) -> None:
         rows, r, parts = self.rows, self.places, self.parts
         live = self.verified.live if self.key.prompts else self.flat.total
-        accept_op.choose(self.logits, self.nodes, rows.params(r, self.floor_left), self.accept, live=live)
+        levels = self.sizes.path if parts.synthetic is None else None  # synthetic choices lead to nodes that no choice leads to
+        accept_op.choose(self.logits, self.nodes, rows.params(r, self.floor_left), self.accept, live=live, levels=levels)
         if parts.synthetic is not None:
             rows_op.synthetic(
                 rows.given("free", 1), rows.given("seeds", r), self.lengths, self.trees, self.accept.where, self.accept.choices,

@@ -85,19 +85,22 @@ __device__ __forceinline__ void sort_all(u64* keys) {
   __syncthreads();
 }
 
-// Grid (M). choices, scores [M]; where [R][N]: m of each verified node.
+// Grid (M). choices, scores [M]; where [R][N]: m of each verified node. With fronts (grid (R); null: all nodes): row r's node is
+// front[r], -1: none; next[r] becomes the verified child that holds the choice, or -1.
 extern "C" __global__ void __launch_bounds__(TOP_THREADS)
 decide(STEP_ARGUMENTS, const float2* raw, const float2* heat,
-       const u64* best, const u64* lists, long long* choices, float* scores, int* where) {
+       const u64* best, const u64* lists, long long* choices, float* scores, int* where, const int* front, int* next) {
   __shared__ TopWork<LISTS> work;
   __shared__ u64 all[ALL], room[TOP_THREADS / 32];
   __shared__ int small[TOP_THREADS / 32], path[LONGEST];
   __shared__ Node a;
   const Step step = STEP;
-  const int m = blockIdx.x, tid = threadIdx.x, lane = tid & 31;
+  const int tid = threadIdx.x, lane = tid & 31;
   pdl_wait();
   pdl_go();
-  if (!prepare(a, step, m, path)) return;
+  const int m = front ? load_int(front + blockIdx.x) : blockIdx.x;
+  if (front && tid == 0) next[blockIdx.x] = -1;
+  if (m < 0 || !prepare(a, step, m, path)) return;
   u64 key = 0;
   bool settled = true;
   if (!a.filtered) {
@@ -154,5 +157,9 @@ decide(STEP_ARGUMENTS, const float2* raw, const float2* heat,
     choices[m] = settled ? token : -1;
     where[(long long)a.row * N + a.node] = m;
     if (logprobs && settled) scores[m] = sub_rn(raw_logit(step, a, token), norm);
+  }
+  if (front && settled) {
+    const int child = next_of(step, a, where, token);
+    if (lane == 0) next[blockIdx.x] = child;
   }
 }

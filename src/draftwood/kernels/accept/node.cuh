@@ -42,13 +42,14 @@ struct Step {
 
 struct Node {
   long long logits;                                    // offset of its row
-  const int* history;
+  const int *history, *bias_ids, *floor_ids;
+  const float* bias_values;
   const u32* mask;
   float temperature, top_p, min_p, presence, frequency, repetition;
   u64 seed;
   u32 position;                                        // of the token it chooses
   int row, node, top_k, bias_from, bias_to, floor_from, floor_to, path;      // path: tokens in the shared list
-  bool hot, filtered, penalised, adjusted;             // adjusted: its logits are not the raw ones
+  bool hot, filtered, penalised, special, adjusted;    // adjusted: its logits are not the raw ones; special: for more than temperature
 };
 
 __device__ __forceinline__ bool is_live(const Step& step, int m) { return !step.live || m < load_int(step.live); }
@@ -75,13 +76,16 @@ __device__ __forceinline__ bool prepare(Node& a, const Step& step, int m, int* p
     a.filtered = a.hot && (p.z > 0.f || (top_k > 0 && top_k < step.V) || p.y < 1.f);
     a.penalised = p.w != 0.f || q.x != 0.f || q.y != 1.f;
     a.bias_from = bias_from; a.bias_to = bias_to;
+    a.bias_ids = step.bias_ids; a.bias_values = step.bias_values; a.floor_ids = step.floor_ids;
     a.floor_from = early ? step.floor_ptr[r] : 0;
     a.floor_to = early ? step.floor_ptr[r + 1] : 0;
     a.mask = line >= 0 ? step.mask + (long long)line * step.words : nullptr;
     a.history = a.penalised && history_row >= 0 ? step.history + (long long)history_row * step.V : nullptr;
-    a.adjusted = bias_from < bias_to || a.penalised || line >= 0 || a.floor_from < a.floor_to || (a.hot && p.x != 1.f);
+    a.special = bias_from < bias_to || a.penalised || line >= 0 || a.floor_from < a.floor_to;
+    a.adjusted = a.special || (a.hot && p.x != 1.f);
     int count = 0;
     if (a.penalised && !chain)
+#pragma unroll 1
       for (long long i = n; i > 0 && count < LONGEST; i = step.parents[at + i]) path[count++] = (int)step.tokens[at + i];
     a.path = count;
   }
@@ -106,12 +110,12 @@ __device__ __forceinline__ float raw_logit(const Step& step, const Node& a, int 
   for (int e = 1; e < 8; e++) if (e == (token & 7)) chosen = x[e];
   return chosen;
 }
-// With bias, penalties, what may not be chosen, and temperature.
-__device__ __noinline__ void adjust(float (&x)[8], const Step& step, const Node& a, int at, const int* path) {
+// With bias, penalties, what may not be chosen, and temperature. Rare: a call.
+__device__ __noinline__ void adjust(float (&x)[8], const Node& a, int at, const int* path) {
   if (a.bias_from < a.bias_to) {
-    for (int i = place_of(step.bias_ids, a.bias_from, a.bias_to, at); i < a.bias_to && step.bias_ids[i] < at + 8; i++) {
-      const int which = step.bias_ids[i] - at;
-      const float value = step.bias_values[i];
+    for (int i = place_of(a.bias_ids, a.bias_from, a.bias_to, at); i < a.bias_to && a.bias_ids[i] < at + 8; i++) {
+      const int which = a.bias_ids[i] - at;
+      const float value = a.bias_values[i];
 #pragma unroll
       for (int e = 0; e < 8; e++) if (e == which) x[e] = add_rn(x[e], value);
     }
@@ -137,9 +141,9 @@ __device__ __noinline__ void adjust(float (&x)[8], const Step& step, const Node&
     for (int e = 0; e < 8; e++) if (!(allowed >> e & 1)) x[e] = minus_infinity();
   }
   if (a.floor_from < a.floor_to) {
-    for (int i = place_of(step.floor_ids, a.floor_from, a.floor_to, at); i < a.floor_to && step.floor_ids[i] < at + 8; i++)
+    for (int i = place_of(a.floor_ids, a.floor_from, a.floor_to, at); i < a.floor_to && a.floor_ids[i] < at + 8; i++)
 #pragma unroll
-      for (int e = 0; e < 8; e++) if (e == step.floor_ids[i] - at) x[e] = minus_infinity();
+      for (int e = 0; e < 8; e++) if (e == a.floor_ids[i] - at) x[e] = minus_infinity();
   }
   if (a.hot && a.temperature != 1.f) {
 #pragma unroll
@@ -192,4 +196,34 @@ __device__ __forceinline__ u64 drawn_key(const Node& a, float z, u32 token) {
   const Bits bits = philox(token >> 2, a.position, a.seed);
   const u32 word = token & 2 ? (token & 1 ? bits.word[3] : bits.word[2]) : (token & 1 ? bits.word[1] : bits.word[0]);
   return rank_key(add_rn(z, gumbel(word)), token);
+}
+
+// The verified node that holds `token` as a child of this one (the first, as `walk` takes it), or -1. where [R][N]: m of each verified
+// node; of others it may hold anything. All lanes of a warp.
+struct Links { const long long *parents, *tokens, *rows, *nodes; const int *where, *live; int N, row, node; };
+__device__ __noinline__ int next_of(const Links& of, int token) {
+  const int lane = threadIdx.x & 31;
+  const long long at = (long long)of.row * of.N;
+#pragma unroll 1
+  for (int first = of.node + 1; first < of.N; first += 64) {                   // children stand behind their parent
+    int m[2];
+    bool match[2];
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      const int i = first + lane + 32 * k;
+      const bool there = i < of.N;
+      match[k] = there && of.parents[at + i] == of.node && of.tokens[at + i] == token;
+      m[k] = there ? of.where[at + i] : -1;
+      match[k] = match[k] && m[k] >= 0 && (!of.live || m[k] < load_int(of.live)) && of.rows[m[k]] == of.row && of.nodes[m[k]] == i;
+    }
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      const u32 all = __ballot_sync(ALL_LANES, match[k]);
+      if (all) return __shfl_sync(ALL_LANES, m[k], 31 - leading_zeros(all & (0u - all)));
+    }
+  }
+  return -1;
+}
+__device__ __forceinline__ int next_of(const Step& step, const Node& a, const int* where, int token) {
+  return next_of({step.parents, step.tokens, step.rows, step.nodes, where, step.live, step.N, a.row, a.node}, token);
 }

@@ -1,4 +1,6 @@
-"""Buffers, checks and launches of the accept kernels: `choose` (scan, decide, settle) and `walk`. Nothing waits for the host."""
+"""Buffers, checks and launches of the accept kernels: `choose` (start, scan, decide, settle) and `walk`.
+
+Nothing waits for the host."""
 
 from __future__ import annotations
 
@@ -18,19 +20,25 @@ from draftwood.kernels.tree.ref import TOP
 
 _FOLDER = File(__file__).parent
 _NULL = np.uint64(0)
-_THREADS = {"scan": 512, "decide": 512, "settle": 1024, "walk": 32}
-_BLOCKS = {"scan": 2, "decide": 2, "settle": 1, "walk": 16}
+_THREADS = {"start": 1024, "scan": 512, "decide": 512, "settle": 1024, "walk": 32}
+_BLOCKS = {"start": 1, "scan": 2, "decide": 2, "settle": 1, "walk": 16}
 _SETTLE_BLOCKS = 264
 """Nodes left open are few: two blocks for each multiprocessor look for them."""
 _MANY_BLOCKS = 1056
 """Four times what a large GPU runs at once."""
+_WALKED_BLOCKS = 528
+"""Twice what a large GPU runs at once: the nodes that walks have come to share them."""
+FEW_NODES = 40
+"""Verified nodes for each level of a walk up to which all are chosen at once: a level is two launches, some 8 microseconds, in
+which that many nodes are read."""
 MOST_NODES, MOST_VOCAB = 65535, 32 * SEGMENT
 
 
 @dataclass(frozen=True)
 class Buffers:
     """Fixed addresses for up to M verified nodes of R trees of N nodes. Results: choices int64 [M], scores float32 [M] (log-
-    probabilities); where int32 [R, N]: m of a verified node. Between kernels: raw, heat, best, lists, by node and segment."""
+    probabilities); where int32 [R, N]: m of a verified node. Between kernels: raw, heat, best, lists, by node and segment; front
+    int32 [2, R]: how far each row's walk has come."""
 
     choices: Tensor
     scores: Tensor
@@ -39,6 +47,7 @@ class Buffers:
     heat: Tensor
     best: Tensor
     lists: Tensor
+    front: Tensor
 
 
 def allocate(most: int, rows: int, nodes: int, vocab: int, device: torch.device | str) -> Buffers:
@@ -53,7 +62,7 @@ def allocate(most: int, rows: int, nodes: int, vocab: int, device: torch.device 
     return Buffers(
         choices=make(most, dtype=torch.int64), scores=make(most), where=make((rows, nodes), dtype=torch.int32),
         raw=make((most, segments, 2)), heat=make((most, segments, 2)), best=make((most, segments), dtype=torch.int64),
-        lists=make((most, segments, TOP), dtype=torch.int64),
+        lists=make((most, segments, TOP), dtype=torch.int64), front=make((2, rows), dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -65,13 +74,15 @@ def allocate_path(rows: int, width: int, device: torch.device | str) -> Path:
 
 
 def _source(entry: str, wide: int = 1, filters: int = 1) -> jit.Source:
-    macros = {} if entry == "walk" else {"WIDE": wide}
-    return jit.Source(_FOLDER / f"{entry}.cu", entry, macros | ({"FILTERS": filters} if entry == "scan" else {}))
+    if entry in ("start", "walk"):
+        return jit.Source(_FOLDER / "walk.cu", entry)
+    return jit.Source(_FOLDER / f"{entry}.cu", entry, {"WIDE": wide} | ({"FILTERS": filters} if entry == "scan" else {}))
 
 
 def variants() -> list[Variant]:
     """Everything the launchers choose."""
-    forms = [(entry, wide, 1) for entry in ("scan", "decide", "settle") for wide in (0, 1)] + [("walk", 1, 1)]
+    forms = [(entry, wide, 1) for entry in ("scan", "decide", "settle") for wide in (0, 1)]
+    forms += [("start", 1, 1), ("walk", 1, 1)]
     found = [Variant(_source(*form), _THREADS[form[0]], blocks=_BLOCKS[form[0]]) for form in forms]
     return found + [Variant(_source("scan", wide, 0), _THREADS["scan"], blocks=_BLOCKS["scan"]) for wide in (0, 1)]
 
@@ -89,16 +100,21 @@ def choose(
     live: Tensor | None = None,
     logprobs: bool = True,
     filters: bool = True,
+    levels: int | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Choose at every verified node on torch's current stream; see ref.choose. Returns buffers.choices and buffers.scores.
+    """Choose at verified nodes on torch's current stream; see ref.choose. Returns buffers.choices and buffers.scores.
 
     logits [M, V] float32 or bf16; live int32 [1] on the device: how many of the M nodes are real. logprobs: whether scores are
     wanted. filters: False only if no row of the batch has min-p, top-k or top-p, which then are not looked at: one launch less, and
-    a faster one. Raises ValueError for tensors that do not fit.
+    a faster one. levels: None for a choice at every node; n if only nodes matter that a walk of at most n nodes meets: where there
+    are many others, the choices go down the trees level by level, and the others' logits are not read (their choices stay as
+    they were). Raises ValueError for tensors that do not fit.
     """
     m, v = logits.shape
     _check(logits, at, params, buffers, live)
+    if levels is not None and levels < 1:
+        raise ValueError(f"a walk has at least one level, not {levels}")
     if m == 0:
         return buffers.choices, buffers.scores
     segments, wide, device = -(-v // SEGMENT), int(logits.dtype == torch.float32), logits.device.index or 0
@@ -110,16 +126,30 @@ def choose(
         np.int32(0 if at.mask is None else at.mask.shape[1]), np.int32(at.tokens.shape[1]), np.int32(v), np.int32(segments),
         np.int32(logprobs),
     )  # fmt: skip
-    b = buffers
-    _kernel("scan", wide, device, int(filters))(
-        (_spread(segments, m), m), _THREADS["scan"], (*step, b.raw, b.heat, b.best, b.lists), pdl=pdl
-    )
+    b, (r, n) = buffers, at.tokens.shape
+    fronts: list[tuple[Tensor | np.uint64, Tensor | np.uint64]] = [(_NULL, _NULL)]
+    nodes, grid = m, (_spread(segments, m), m)
+    if levels is not None and levels > 1 and m > FEW_NODES * levels:
+        nodes, grid = r, (max(r, _WALKED_BLOCKS), 1)
+        fronts = [(b.front[i % 2], b.front[(i + 1) % 2]) for i in range(levels)]
+        _kernel("start", 1, device)(
+            1, _THREADS["start"],
+            (at.rows, at.nodes, _or_null(at.forced), _or_null(live), np.int32(m), np.int32(r), np.int32(n), b.where, b.front[0]),
+            pdl=pdl,
+        )  # fmt: skip
     decided = (b.choices, b.scores)
-    _kernel("decide", wide, device)(m, _THREADS["decide"], (*step, b.raw, b.heat, b.best, b.lists, *decided, b.where), pdl=pdl)
-    if filters:
-        _kernel("settle", wide, device)(
-            min(m, _SETTLE_BLOCKS), _THREADS["settle"], (*step, b.raw, b.heat, b.lists, *decided, np.int32(m)), pdl=pdl
+    for front, after in fronts:
+        _kernel("scan", wide, device, int(filters))(
+            grid, _THREADS["scan"], (*step, front, np.int32(r), b.raw, b.heat, b.best, b.lists), pdl=pdl
         )
+        _kernel("decide", wide, device)(
+            nodes, _THREADS["decide"], (*step, b.raw, b.heat, b.best, b.lists, *decided, b.where, front, after), pdl=pdl
+        )
+        if filters:
+            _kernel("settle", wide, device)(
+                min(nodes, _SETTLE_BLOCKS), _THREADS["settle"],
+                (*step, b.raw, b.heat, b.lists, *decided, b.where, front, after, np.int32(nodes)), pdl=pdl,
+            )  # fmt: skip
     return decided
 
 
@@ -200,7 +230,7 @@ def _check(logits: Tensor, at: Nodes, params: Params, buffers: Buffers, live: Te
     if (at.mask is None) != (at.mask_lines is None) or len({x is None for x in floor}) > 1:
         raise ValueError("mask goes with mask_lines, and floor_left with floor_ptr and floor_ids")
     sizes = (len(buffers.choices), *buffers.where.shape, buffers.raw.shape[1])
-    if sizes[0] < m or sizes[1] < r or sizes[2] != n or sizes[3] != -(-v // SEGMENT):
+    if sizes[0] < m or sizes[1] < r or sizes[2] != n or sizes[3] != -(-v // SEGMENT) or buffers.front.shape[1] < r:
         raise ValueError(f"{m} choices in {r} trees of {n} nodes over {v} tokens do not fit buffers for {sizes}")
 
 

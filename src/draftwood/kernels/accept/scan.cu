@@ -1,130 +1,256 @@
-// Reads every verified node's logits once: grid (any, M), a block for each of, or several of, a node's segments of 8192 tokens.
+// Reads verified nodes' logits once: all nodes', or those that rows' walks have come to. A block has one or several of a node's
+// segments of 8192 tokens.
 //
 //   raw [M][S]       largest raw logit and sum of exp, for the log-probability (if step.logprobs)
 //   best [M][S]      rows without a filter: key of the segment's choice, argmax of z + gumbel (greedy rows: of z)
 //   lists [M][S][64] rows with a filter: the segment's 64 highest z; heat [M][S]: largest z and sum of exp (top-p alone)
 //
-// Noise is found only for tokens that can still win: its bits give a bound on it at once, and the logarithms are taken only if
-// z + bound reaches the best of the warp so far, at first that of its threads' highest z. Skipping cannot change the best.
+// Instructions a token bind it, so: a segment has one barrier (its largest value, by a maximum of integers); sums and choices of all of
+// a block's segments are put together at its end. Noise is found only for tokens that can still win: bits below a bound that z and
+// the block's best so far give, one power of two for four tokens; at first that is the largest z with the least noise there is.
+// Skipping cannot change the best.
 #include "node.cuh"
 #include "../tree/top.cuh"
 
 #ifndef FILTERS
 #define FILTERS 1        // 0: no row of the batch has min-p, top-k or top-p
 #endif
+constexpr int MOST = 32, WARPS = SEGMENT_THREADS / 32; // segments of a vocabulary
+constexpr float LEAST_NOISE = -3.2f, MOST_NOISE = 23.f;                        // gumbel lies within (-3.14, 22.9)
 
-__device__ __forceinline__ u64 block_best(u64 key, u64* room) {
-  key = warp_max(key);
-  if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = key;
+// What a block knows of its segments, the i-th of them at [i]. Orders (float_order) of values, 0: nothing yet.
+struct Found {
+  u32 peak[MOST], raw_peak[MOST], first[MOST];         // largest z, and raw logit; greedy: the lowest id that has it
+  u64 key[MOST];                                       // otherwise the choice's key
+  float sum[MOST][WARPS];
+};
+__device__ __forceinline__ float value_of(u32 order) { return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order); }
+__device__ __forceinline__ u32 order_of(float v) { return float_order(fmaxf(v, minus_infinity())); }     // NaN: as -inf
+
+#ifdef EMULATION
+inline void raise(u32* p, u32 v) { *p = max(*p, v); }
+inline void raise(u64* p, u64 v) { *p = max(*p, v); }
+inline void lower(u32* p, u32 v) { *p = min(*p, v); }
+inline u32 up_to(float v) { return v >= 4294967040.f ? ~0u : (u32)v; }
+#else
+__device__ __forceinline__ void raise(u32* p, u32 v) { atomicMax(p, v); }      // integers: their maximum has no order
+__device__ __forceinline__ void raise(u64* p, u64 v) { atomicMax(p, v); }
+__device__ __forceinline__ void lower(u32* p, u32 v) { atomicMin(p, v); }
+__device__ __forceinline__ u32 up_to(float v) { return __float2uint_rz(v); }   // beyond the integers: the largest
+#endif
+
+__device__ __forceinline__ float highest_of(const float (&v)[PER]) {
+  float most = v[0];
+#pragma unroll
+  for (int j = 1; j < PER; j++) most = fmaxf(most, v[j]);
+  return most;
+}
+// Largest of the block's values as an order; one barrier.
+__device__ __forceinline__ u32 block_peak(float most, u32* peak) {
+  const u32 order = warp_max_u32(order_of(most));
+  if ((threadIdx.x & 31) == 0) raise(peak, order);
   __syncthreads();
-  for (int w = 0; w < SEGMENT_THREADS / 32; w++) key = max(key, room[w]);
-  return key;
+  return *peak;
+}
+// This warp's part of the sum of exp(v - peak) (numbers.py, segment_sums).
+__device__ __forceinline__ void warp_exp_sum(const float (&v)[PER], float peak, float* sums) {
+  const float from = peak > minus_infinity() ? peak : 0.f;
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < PER; j++) sum = add_rn(sum, exp_of(sub_rn(v[j], from)));
+#pragma unroll
+  for (int d = 16; d > 0; d >>= 1) sum = add_rn(sum, __shfl_xor_sync(ALL_LANES, sum, d));
+  if ((threadIdx.x & 31) == 0) sums[threadIdx.x >> 5] = sum;
+}
+__device__ __forceinline__ float sum_of(const float* sums) {                   // the warps in their order
+  float sum = sums[0];
+#pragma unroll
+  for (int w = 1; w < WARPS; w++) sum = add_rn(sum, sums[w]);
+  return sum;
 }
 
+// Of four tokens from `token` on those whose bits are within `bound`: the best key. Rare.
+__device__ __noinline__ u64 best_of_four(float4 z, uint4 bits, u32 bound, int token) {
+  const float v[4] = {z.x, z.y, z.z, z.w};
+  const u32 w[4] = {bits.x, bits.y, bits.z, bits.w};
+  u64 key = 0;
+#pragma unroll
+  for (int e = 0; e < 4; e++)
+    if (w[e] <= bound) key = max(key, rank_key(add_rn(v[e], gumbel(w[e])), token + e));
+  return key;
+}
+// This thread's best key of z + gumbel, or 0 if the warp has found better. floor: the order of a value that the block's choice reaches.
+__device__ __forceinline__ u64 best_drawn(const float (&v)[PER], int s, const Node& a, u32 floor) {
+  u64 mine = 0;
+#pragma unroll
+  for (int q = 0; q < PER / 4; q++) {
+    const float high = fmaxf(fmaxf(v[4 * q], v[4 * q + 1]), fmaxf(v[4 * q + 2], v[4 * q + 3])), least = value_of(floor);
+    if (!__ballot_sync(ALL_LANES, add_rn(high, MOST_NOISE) >= least)) continue;
+    const int token = token_of(s, 4 * q);
+    const Bits bits = philox((u32)token >> 2, a.position, a.seed);
+    // gumbel <= -log((bits + 1/2) / 2^32): z + gumbel reaches `least` only if bits <= 2^32 exp(z - least). The slack covers rounding.
+    const float gap = add_rn(sub_rn(high, least), fma_rn(fabsf(least), 1e-6f, 0.01f));
+    const u32 bound = high >= least ? ~0u : up_to(mul_rn(exp2_fast(mul_rn(gap, 1.44269504f)), 4294967296.f));
+    const u32 lowest = min(min(bits.word[0], bits.word[1]), min(bits.word[2], bits.word[3]));
+    const bool some = lowest <= bound && high > minus_infinity();
+    if (!__ballot_sync(ALL_LANES, some)) continue;
+    if (some)
+      mine = max(mine, best_of_four(make_float4(v[4 * q], v[4 * q + 1], v[4 * q + 2], v[4 * q + 3]),
+                                    make_uint4(bits.word[0], bits.word[1], bits.word[2], bits.word[3]), bound, token));
+    floor = max(floor, warp_max_u32((u32)(mine >> 32)));
+  }
+  return mine;
+}
+
+// What a block reads: segments first, first + every, ... of node m.
+struct Share { int m, first, every; };
+// Of the nodes that rows have come to (front [R], -1: none), so many blocks for each that all blocks have something to read. False if
+// this block has nothing. All threads call it.
+__device__ __noinline__ bool find_share(Share& share, const int* front, int R, int segments) {
+  __shared__ int counts[WARPS];
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  int live = 0, every = 1;
+#pragma unroll 1
+  for (int pass = 0; pass < 2; pass++) {               // count the live ones, then find this block's
+    int seen = 0;
+#pragma unroll 1
+    for (int from = 0; from < R; from += SEGMENT_THREADS) {
+      const int mine = from + tid < R ? load_int(front + from + tid) : -1;
+      const u32 bits = __ballot_sync(ALL_LANES, mine >= 0);
+      if (lane == 0) counts[warp] = __popc(bits);
+      __syncthreads();
+      int before = seen + __popc(bits & ((1u << lane) - 1));
+#pragma unroll 1
+      for (int w = 0; w < WARPS; w++) { before += w < warp ? counts[w] : 0; seen += counts[w]; }
+      if (pass && mine >= 0 && before == (int)blockIdx.x / every) share = {mine, (int)blockIdx.x % every, every};
+      __syncthreads();
+    }
+    live = seen;
+    every = max(1, min(segments, (int)gridDim.x / max(live, 1)));
+    if ((int)blockIdx.x / every >= live) return false;
+  }
+  return true;
+}
+
+// front: null: grid (any, M), node m = blockIdx.y; or [R], the nodes to read: grid (at least R).
 extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS, 2)
-scan(STEP_ARGUMENTS, float2* raw, float2* heat, u64* best,
-     u64* lists) {
+scan(STEP_ARGUMENTS, const int* front, int R, float2* raw, float2* heat, u64* best, u64* lists) {
 #if FILTERS
   __shared__ TopWork<PER> work;
 #endif
-  __shared__ float room[SEGMENT_THREADS / 32];
-  __shared__ u64 keys[SEGMENT_THREADS / 32];
+  __shared__ Found found;
+  __shared__ Share share;
   __shared__ int path[LONGEST];
   __shared__ Node a;
   const Step step = STEP;
-  const int m = blockIdx.y, tid = threadIdx.x;
+  const int tid = threadIdx.x;
   pdl_wait();
   pdl_go();
+  if (!front && tid == 0) share = {(int)blockIdx.y, (int)blockIdx.x, (int)gridDim.x};
+  if (front && !find_share(share, front, R, segments)) return;
+  if (tid < MOST) { found.peak[tid] = found.raw_peak[tid] = 0; found.first[tid] = ~0u; found.key[tid] = 0; }
+  __syncthreads();
+  const int m = share.m;
   if (!is_live(step, m)) return;
-  for (int s = blockIdx.x; s < segments; s += gridDim.x) {
-    Eight<WIDE != 0> held[CHUNKS];                       // the logits travel while the node's parameters are looked up
-#pragma unroll
-    for (int i = 0; i < CHUNKS; i++) {
-      const int at = chunk_token(s, i);
-      held[i] = at < V ? fetch_logits<WIDE != 0>(logits, m * stride + at) : no_logits<WIDE != 0>();
-    }
-    if (s == (int)blockIdx.x) prepare(a, step, m, path);
-    else __syncthreads();                                // shared memory is free again
-    const long long part = (long long)m * segments + s;
+  u32 floor = 0;                                       // the order of a value that the choice reaches
+#pragma unroll 1
+  for (int s = share.first, i = 0; s < segments; s += share.every, i++) {
     float v[PER];
+    {
+      Eight<WIDE != 0> held[CHUNKS];                   // the logits travel while the node's parameters are looked up
 #pragma unroll
-    for (int i = 0; i < CHUNKS; i++) {
-      float x[8];
-      logits_of<WIDE != 0>(x, held[i]);
-#pragma unroll
-      for (int e = 0; e < 8; e++) v[i * 8 + e] = x[e];
-    }
-    float most, peak = 0.f;                              // highest of this thread, and once it is known of the block
-    auto highest = [&]() {
-      most = v[0];
-#pragma unroll
-      for (int j = 1; j < PER; j++) most = fmaxf(most, v[j]);
-    };
-    auto sums = [&]() {
-      peak = block_max(most, room);
-      const float sum = block_exp_sum(v, peak, room);
-      return make_float2(peak, sum);                     // the sum in thread 0
-    };
-    highest();
-    float2 found = make_float2(0.f, 0.f);
-    if (logprobs) {
-      found = sums();
-      if (tid == 0) raw[part] = found;
-    }
-    if (a.adjusted) {
-#pragma unroll
-      for (int i = 0; i < CHUNKS; i++) {
-        const int at = chunk_token(s, i);
-        float x[8];
-#pragma unroll
-        for (int e = 0; e < 8; e++) x[e] = v[i * 8 + e];
-        if (at < V) adjust(x, step, a, at, path);
-#pragma unroll
-        for (int e = 0; e < 8; e++) v[i * 8 + e] = x[e];
+      for (int c = 0; c < CHUNKS; c++) {
+        const int at = chunk_token(s, c);
+        held[c] = at < V ? fetch_logits<WIDE != 0>(logits, m * stride + at) : no_logits<WIDE != 0>();
       }
-      highest();
+      if (i == 0) prepare(a, step, m, path);           // with a barrier
+#pragma unroll
+      for (int c = 0; c < CHUNKS; c++) {
+        float x[8];
+        as_floats<WIDE != 0>(x, held[c]);              // NaN may stand: maxima, sums and bounds take it as -inf
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[c * 8 + e] = x[e];
+      }
+    }
+    const long long part = (long long)m * segments + s;
+    float most = highest_of(v);
+    u32 peak = 0;
+    if (logprobs) {
+      peak = block_peak(most, &found.raw_peak[i]);
+      warp_exp_sum(v, value_of(peak), found.sum[i]);
+    }
+    const bool fresh = a.adjusted || !logprobs;
+    if (a.adjusted) {
+      if (a.special) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+          const int at = chunk_token(s, c);
+          float x[8];
+#pragma unroll
+          for (int e = 0; e < 8; e++) x[e] = v[c * 8 + e];
+          no_nan(x);
+          if (at < V) adjust(x, a, at, path);
+#pragma unroll
+          for (int e = 0; e < 8; e++) v[c * 8 + e] = x[e];
+        }
+      } else {
+        divide_all(v, a.temperature);
+      }
+      most = highest_of(v);
     }
 #if FILTERS
     if (a.filtered) {
+#pragma unroll
+      for (int j = 0; j < PER; j++) v[j] = fmaxf(v[j], minus_infinity());
       if (a.top_p < 1.f) {
-        if (a.adjusted || !logprobs) found = sums();
-        if (tid == 0) heat[part] = found;
+        if (fresh) {
+          peak = block_peak(most, &found.peak[i]);
+          if (logprobs) {                              // the raw sums are done with
+            __syncthreads();
+            if (tid == 0) raw[part] = make_float2(value_of(found.raw_peak[i]), sum_of(found.sum[i]));
+            __syncthreads();
+          }
+          warp_exp_sum(v, value_of(peak), found.sum[i]);
+        }
+        __syncthreads();
+        if (tid == 0) {
+          const float2 both = make_float2(value_of(peak), sum_of(found.sum[i]));
+          heat[part] = both;
+          if (!fresh) raw[part] = both;
+        }
+      } else if (logprobs) {
+        __syncthreads();
+        if (tid == 0) raw[part] = make_float2(value_of(peak), sum_of(found.sum[i]));
       }
       segment_top(work, v, s);
       if (tid < TOP) lists[part * TOP + tid] = work.top[tid];
       continue;
     }
 #endif
-    auto first = [&]() {                                 // of the thread's highest ones: the lowest id
-      int which = PER - 1;
-#pragma unroll
-      for (int j = PER - 2; j >= 0; j--) if (v[j] == most) which = j;
-      return token_of(s, which);
-    };
-    u64 mine;
+    if (fresh) peak = block_peak(most, &found.peak[i]);
+    else if (tid == 0) found.peak[i] = peak;
     if (!a.hot) {
-      if (a.adjusted || !logprobs) peak = block_max(most, room);
-      mine = most == peak ? rank_key(most, first()) : 0;
-    } else {
-      mine = drawn_key(a, most, first());
-      float least = key_value((u64)warp_max_u32((u32)(mine >> 32)) << 32);     // the warp's best so far
+      if (most == value_of(peak)) {                    // of the thread's highest ones: the lowest id
+        int which = PER - 1;
 #pragma unroll
-      for (int q = 0; q < PER / 4; q++) {
-        const Bits bits = philox((u32)token_of(s, 4 * q) >> 2, a.position, a.seed);
-        bool some = false;
-#pragma unroll
-        for (int e = 0; e < 4; e++) some |= add_rn(v[4 * q + e], gumbel_bound(bits.word[e])) >= least;
-        if (!__ballot_sync(ALL_LANES, some)) continue;
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          if (add_rn(v[4 * q + e], gumbel_bound(bits.word[e])) >= least)
-            mine = max(mine, rank_key(add_rn(v[4 * q + e], gumbel(bits.word[e])), token_of(s, 4 * q) + e));
-        }
-        const u32 high = warp_max_u32((u32)(mine >> 32));
-        least = key_value((u64)high << 32);
+        for (int j = PER - 2; j >= 0; j--) if (v[j] == most) which = j;
+        lower(&found.first[i], token_of(s, which));
       }
+    } else {
+      if (i) floor = max(floor, (u32)(found.key[i - 1] >> 32));                // complete behind this segment's barrier
+      const u64 mine = best_drawn(v, s, a, max(floor, order_of(add_rn(value_of(peak), LEAST_NOISE))));
+      if (mine) raise(&found.key[i], mine);
     }
-    const u64 key = block_best(mine, keys);
-    if (tid == 0) best[part] = key;
+  }
+#if FILTERS
+  if (a.filtered) return;
+#endif
+  __syncthreads();
+  const int s = share.first + tid * share.every;
+  if (s < segments) {
+    const int i = tid;
+    const long long part = (long long)m * segments + s;
+    if (logprobs) raw[part] = make_float2(value_of(found.raw_peak[i]), sum_of(found.sum[i]));
+    best[part] = a.hot ? found.key[i] : found.first[i] != ~0u ? rank_key(value_of(found.peak[i]), found.first[i]) : 0;
   }
 }

@@ -29,7 +29,7 @@ struct Scan {                                          // one pass over the node
     for (int at = threadIdx.x * 8; at < step.V; at += THREADS * 8) {
       float x[8];
       load_raw(x, step, a, at);
-      adjust(x, step, a, at, path);
+      adjust(x, a, at, path);
 #pragma unroll
       for (int e = 0; e < 8; e++) if (x[e] > minus_infinity() && x[e] >= bound) each(add_rn(x[e], 0.f), at + e);
     }
@@ -124,7 +124,7 @@ __device__ __forceinline__ int last_tie(Work& w, const Scan& scan, u32 order, u3
 
 // Choose at node m. All threads of the block call it.
 __device__ __forceinline__ void settle_node(Work& w, int* path, const Step& step, int m, const float2* raw, const float2* heat,
-                                            const u64* lists, long long* choices, float* scores) {
+                                            const u64* lists, long long* choices, float* scores, const int* where, int* next) {
   __shared__ Node a;
   const int lane = threadIdx.x & 31, segments = step.segments;
   if (!prepare(a, step, m, path)) return;
@@ -164,20 +164,26 @@ __device__ __forceinline__ void settle_node(Work& w, int* path, const Step& step
     choices[m] = token;
     if (step.logprobs) scores[m] = sub_rn(raw_logit(step, a, token), norm);
   }
+  if (next) {
+    const int child = next_of(step, a, where, token);
+    if (lane == 0) *next = child;
+  }
 }
 
-// Grid: any; block b takes nodes b, b + grid, ... of M. Arguments as for `decide`.
+// Grid: any; block b takes nodes b, b + grid, ... of M, or with fronts the nodes of rows b, b + grid, ... of M. Arguments as for `decide`.
 extern "C" __global__ void __launch_bounds__(THREADS)
-settle(STEP_ARGUMENTS, const float2* raw, const float2* heat, const u64* lists, long long* choices, float* scores, int M) {
+settle(STEP_ARGUMENTS, const float2* raw, const float2* heat, const u64* lists, long long* choices, float* scores, const int* where,
+       const int* front, int* next, int M) {
   __shared__ Work w;
   __shared__ int path[LONGEST];
   const Step step = STEP;
   pdl_wait();
   pdl_go();
-  for (int m = blockIdx.x; m < M; m += gridDim.x) {
-    if ((live && m >= load_int(live)) || load_long(choices + m) != -1) continue;
+  for (int i = blockIdx.x; i < M; i += gridDim.x) {
+    const int m = front ? load_int(front + i) : i;
+    if (m < 0 || !is_live(step, m) || load_long(choices + m) != -1) continue;
     __syncthreads();                                   // everybody has read the choice before one writes it
-    settle_node(w, path, step, m, raw, heat, lists, choices, scores);
+    settle_node(w, path, step, m, raw, heat, lists, choices, scores, where, front ? next + i : nullptr);
     __syncthreads();
   }
 }

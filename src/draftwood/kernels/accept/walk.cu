@@ -1,8 +1,25 @@
-// The walk: a warp per row. From the root, follow the child that holds the chosen token; the first choice without a child is last.
+// Where walks begin (`start`), and the walk: a warp per row. From the root, follow the child that holds the chosen token; the first choice without a child is last.
 // Chains of known tokens (forced rows) keep every node and emit the last node's choice. Grid (R), 32 threads.
 #include "../rounded.cuh"
 
 __device__ __forceinline__ int lowest(u32 bits) { return __popc((bits & (0u - bits)) - 1); }   // place of the lowest bit
+
+// One block. where[r][n] = m of every verified node; front[r]: m of the node where row r begins, its root or of a chain of known tokens
+// the one that is verified, -1: none.
+extern "C" __global__ void __launch_bounds__(1024)
+start(const long long* rows, const long long* nodes, const unsigned char* forced, const int* live, int M, int R, int N, int* where, int* front) {
+  pdl_wait();
+  pdl_go();
+  for (int r = threadIdx.x; r < R; r += 1024) front[r] = -1;
+  const int m = live ? min(M, load_int(live)) : M;
+  __syncthreads();
+#pragma unroll 4
+  for (int i = threadIdx.x; i < m; i += 1024) {
+    const int r = (int)load_long(rows + i), n = (int)load_long(nodes + i);
+    where[(long long)r * N + n] = i;
+    if (n == 0 || (forced && forced[r])) front[r] = i;
+  }
+}
 
 // tokens, parents [R][N], counts [R]; where [R][N] -> m, choices and scores [M] as `decide` leaves them. Outputs padded with -1 (scores
 // 0): path [R][P], accepted [R], emitted_tokens [R][P], emitted [R], final [R], logprobs [R][P], chosen [R][P] (m of each emitted token).

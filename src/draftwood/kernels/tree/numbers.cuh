@@ -40,6 +40,22 @@ __device__ __forceinline__ float divide_any(float n, float d) {
   return size > 3.4028235e38f ? n : q;
 }
 
+__device__ __noinline__ float divide_slow(float n, float d) { return divide_any(n, d); }
+// All of them by d, bit for bit as divide_any does, whose tests are made once; NaN stays NaN.
+template <int N>
+__device__ __forceinline__ void divide_all(float (&v)[N], float d) {
+  float high = 0.f, low = 1.f;
+#pragma unroll
+  for (int j = 0; j < N; j++) { high = fmaxf(high, fabsf(v[j])); low = fminf(low, fabsf(v[j])); }
+  if (high < 1.2e24f && low >= 8e-25f) {
+#pragma unroll
+    for (int j = 0; j < N; j++) v[j] = divide(v[j], d);
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; j++) v[j] = divide_slow(v[j], d);
+  }
+}
+
 // e^x for x <= 0 (error below 3e-7 of the result); below -86 it stays e^-86, which is nothing beside a 1.
 __device__ __forceinline__ float exp_of(float x) {
   x = fmaxf(x, -86.f);
@@ -135,9 +151,9 @@ __device__ __forceinline__ Eight<FLOAT32> no_logits() {                      // 
   for (int i = 0; i < (FLOAT32 ? 2 : 1); i++) got.word[i] = make_uint4(word, word, word, word);
   return got;
 }
-// As numbers; NaN as -inf.
+// As numbers.
 template <bool FLOAT32>
-__device__ __forceinline__ void logits_of(float (&v)[8], const Eight<FLOAT32>& got) {
+__device__ __forceinline__ void as_floats(float (&v)[8], const Eight<FLOAT32>& got) {
   if constexpr (FLOAT32) {
     const uint4 a = got.word[0], b = got.word[1];
     const u32 w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
@@ -146,6 +162,10 @@ __device__ __forceinline__ void logits_of(float (&v)[8], const Eight<FLOAT32>& g
   } else {
     unpack8(v, got.word[0]);
   }
+}
+template <bool FLOAT32>
+__device__ __forceinline__ void logits_of(float (&v)[8], const Eight<FLOAT32>& got) {          // NaN as -inf
+  as_floats<FLOAT32>(v, got);
   no_nan(v);
 }
 template <bool FLOAT32>

@@ -136,7 +136,8 @@ class Sizes:
 GRAPH_BYTES = 12_000
 """What the driver keeps for one launch of a graph (an estimate; it is not ours to allocate)."""
 STEP_LAUNCHES, KEPT_LAUNCHES = 16, 32
-"""Launches of a step beside the models', and those that keep what it observed for a prefix cache."""
+"""Launches of a step beside the models' and those of a choice level by level, and those that keep what it observed for a prefix
+cache."""
 SEGMENT_BYTES = 2 << 20
 """The least that torch's allocator takes for the few numbers that are computed between launches."""
 
@@ -147,7 +148,7 @@ def graph_bytes(sizes: Sizes, target: work.Sizes, drafter: work.DraftSizes | Non
     there twice, since a step runs once before it is recorded."""
     launches = 0
     for key in sizes.keys():  # noqa: SIM118
-        launches += total(work.launches(target, sizes.bucket(key), chosen=key.prompts)) + STEP_LAUNCHES
+        launches += total(work.launches(target, sizes.bucket(key), chosen=key.prompts)) + STEP_LAUNCHES + 3 * sizes.path
         if drafter is not None and key.observes:
             buckets = [b for b in sizes.draft_buckets(key, window) if b is not None]
             launches += sum(total(work.draft_launches(drafter, b)) + KEPT_LAUNCHES * kept for b in buckets)
@@ -172,9 +173,9 @@ def step_memory(sizes: Sizes, rows: int, vocab: int, kept: int = 0) -> Table:
     segments = -(-vocab // SEGMENT)
     trees = places * (65 * (4 * 8 + 4 + 16) + 8)
     flat = places * (8 + 65 * 8) + 4 + tokens * 7 * 8
-    accept = verified * (12 + segments * (8 + 8 + 8 + 64 * 8)) + places * 65 * 4
+    accept = verified * (12 + segments * (8 + 8 + 8 + 64 * 8)) + places * (65 * 4 + 8)
     chosen = verified * 24 + 4 + places * (12 + 8 * sizes.path) + pieces * PIECE * 8
-    results = 16 + 5 * _up(places * 8) + 2 * _up(places * sizes.path * 8) + _up(places * sizes.path * 4)
+    results = 2 * 8 * (len(BUDGETS) - 1) + 5 * _up(places * 8) + 2 * _up(places * sizes.path * 8) + _up(places * sizes.path * 4)
     depth = sizes.block - 1
     candidates = sizes.rows[-1] * depth * (segments * (64 * 8 + 8) + 64 * 12 + 4) if sizes.block else 0
     candidates += sizes.rows[-1] * max(depth - 1, 0) * 64 * 64 * 5
