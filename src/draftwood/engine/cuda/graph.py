@@ -25,7 +25,6 @@ from draftwood.kernels.kv_commit import op as commit_op
 from draftwood.kernels.rows import op as rows_op
 from draftwood.kernels.rows.ref import Verified
 from draftwood.kernels.sizes import op as sizes_op
-from draftwood.kernels.sizes.ref import CAPS, Fitted
 from draftwood.kernels.tree import op as tree_op
 from draftwood.kernels.tree.ref import NODES, Flat, Options, Table, Trees
 from draftwood.kv.store import DraftStore, LatentStore
@@ -59,13 +58,12 @@ class CudaParts(Common):
 
 @dataclass(frozen=True)
 class Results:
-    """What a step leaves for the host, of R places, in one stretch of memory `raw`: lengths before it, live nodes, what sizes of
-    trees would have given, the path."""
+    """What a step leaves for the host, of R places, in one stretch of memory `raw`: lengths before it, live nodes, the path."""
 
     raw: Tensor
     lengths: Tensor
     nodes: Tensor
-    fitted: Fitted
+    expected: Tensor
     path: Path
 
     @staticmethod
@@ -74,7 +72,7 @@ class Results:
         longs, each, wide = torch.int64, (places,), (places, width)
         return [
             ("lengths", longs, each), ("nodes", longs, each), ("counts", longs, each), ("emitted", longs, each),
-            ("final", longs, each), ("expected", longs, (len(CAPS),)), ("sized", longs, (len(CAPS),)), ("path", longs, wide), ("tokens", longs, wide),
+            ("final", longs, each), ("expected", longs, (1,)), ("path", longs, wide), ("tokens", longs, wide),
             ("logprobs", torch.float32, wide),
         ]  # fmt: skip
 
@@ -85,7 +83,7 @@ class Results:
         v = carve(buffer, fields)
         which = chosen[: places * width].view(places, width)
         path = Path(v["path"], v["counts"], v["tokens"], v["emitted"], v["final"], v["logprobs"], which)
-        return Results(buffer[: carved_bytes(fields)], v["lengths"], v["nodes"], Fitted(v["expected"], v["sized"]), path)
+        return Results(buffer[: carved_bytes(fields)], v["lengths"], v["nodes"], v["expected"], path)
 
 
 class Buffers:
@@ -224,8 +222,8 @@ class CudaStep:
         if auto is not None:
             heat, automatic = rows.given("temperature", self.places), rows.given("automatic", self.places)
             counters = (rows.given("live", 1), rows.given("free", 1))
-            costs, own = auto.costs[self.key.rows], CAPS.index(self.key.budget)
-            sizes_op.fit(*counters, automatic, self.trees, heat, auto.calibration, costs, own, self.results.fitted)
+            costs = auto.costs[self.key.rows]
+            sizes_op.fit(*counters, automatic, self.trees, heat, auto.calibration, costs, self.results.expected)
 
     def _verify(self) -> None:
         wanted = (self.verified.index, self.verified.live) if self.key.prompts else None
