@@ -140,7 +140,7 @@ class Refs:
 
     def query_rope(
         self, x: Tensor, turns: Tensor, positions: Tensor, out: Tensor | None = None, rows: Tensor | None = None,
-        ahead: norm_op.Ahead | None = None,
+        ahead: norm_op.Ahead | None = None, apart: bool = False,
     ) -> Tensor:  # fmt: skip
         out = x if out is None else out
         norm_op._longs_fit(x.shape[0], positions=positions)
@@ -151,11 +151,11 @@ class Refs:
 
     def route(
         self, x: Tensor, router: route_op.Router, live: Tensor, out: route_op.Lists, tile: int, rows: int | None = None,
-        pdl: bool = True,
+        pdl: bool = True, form: str = "parts",
     ) -> None:  # fmt: skip
         n = x.shape[0] if rows is None else rows
         route_op._check(x, router, live, out, tile, n)
-        self.calls.add("moe_route", 2 if n <= route_op.FUSED_ROWS else 3)
+        self.calls.add("moe_route", route_op.launches(n, form))
         weight = self._unpacked(router, lambda: _router(router))
         count, shape = _live(live, n), router.shape
         chosen = route_ref.choose(x[:count], weight, router.bias, shape.topk, router.scale, torch.float64)

@@ -52,7 +52,9 @@ class Layer:
     def expert(self, e: int) -> ref.Expert:
         return self.dense[0][e], self.dense[1][e], self.dense[2][e]
 
-    def route(self, tile: int, rank: tuple[int, int] = (0, 16), live: int | None = None, exact: bool = False) -> route_op.Lists:
+    def route(
+        self, tile: int, rank: tuple[int, int] = (0, 16), live: int | None = None, exact: bool = False, form: str = "parts"
+    ) -> route_op.Lists:
         weight = self.router.to(torch.bfloat16).float() if exact else self.router
         router = route_op.Router(ROUTER, route_op.repack(weight), self.bias, 2.0)
         lists = route_op.allocate(ROUTER, len(self.x), *rank, "cpu")
@@ -60,7 +62,9 @@ class Layer:
             t.fill_(2**30)
         for t in (lists.weights, lists.partial):
             t.fill_(NAN)
-        route_op.route(self.x, router, torch.tensor([len(self.x) if live is None else live], dtype=torch.int32), lists, tile)
+        count = torch.tensor([len(self.x) if live is None else live], dtype=torch.int32)
+        route_op.route(self.x, router, count, lists, tile, form=form)
+        assert not lists.tickets.any()
         return lists
 
     def experts(
@@ -94,6 +98,28 @@ def test_router_chooses_as_the_reference_and_makes_its_lists(rows: int, exact: b
         assert lists.pairs.tolist() == pairs + [2**30] * (rows * 4 - len(pairs))
         assert int(lists.njobs) == len(jobs)
         assert [tuple(j) for j in lists.jobs[: len(jobs)].tolist()] == jobs
+
+
+@pytest.mark.parametrize(("rows", "live"), [(1, 1), (9, 9), (9, 0), (40, 33), (72, 71)])
+def test_one_launch_leaves_what_several_do(rows: int, live: int) -> None:
+    """Every bit, for experts held whole or in part, and jobs of one or more tiles."""
+    layer, many = Layer(rows), rows > 16
+    for tile, rank in ((8, (0, 16)), (24, (4, 8)), (64, (13, 3)))[many : 2 if many else 3]:
+        want = layer.route(tile, rank, live)
+        for form in ("whole", "beside")[many:]:
+            found = layer.route(tile, rank, live, form=form)
+            for name in ("experts", "weights", "pairs", "jobs", "njobs"):
+                a, b = getattr(want, name), getattr(found, name)
+                assert torch.equal(a.view(torch.int32), b.view(torch.int32)), (name, form, tile, rank)
+
+
+def test_many_rows_are_several_launches_and_unknown_forms_are_refused() -> None:
+    layer = Layer(129)
+    assert torch.equal(layer.route(8, form="beside").pairs, layer.route(8).pairs)
+    assert [route_op.launches(n, "whole") for n in (1, 16, 17, 128, 129)] == [1, 1, 1, 1, 3]
+    assert [route_op.launches(n) for n in (1, 16, 17, 129)] == [2, 2, 3, 3]
+    with pytest.raises(ValueError, match="form 'all' must be one of parts, whole, beside"):
+        Layer(1).route(8, form="all")
 
 
 def test_router_does_not_see_other_rows_or_padding() -> None:

@@ -140,6 +140,10 @@ def test_rotary_parts_of_queries_are_turned_exactly() -> None:
         want = ref.turn_pairs(x[..., nope:], ref.at_positions(turns, at).unsqueeze(1))
         op.query_rope(x[..., nope:], turns, at, out[..., latent:])
         assert torch.equal(out[..., latent:], want) and bool((out[..., :latent] == 7).all())
+        again, live = x.clone(), torch.tensor([3], dtype=torch.int32)
+        op.query_rope(again[..., nope:], turns, at, rows=live, apart=True)
+        assert torch.equal(again[:3, :, nope:], want[:3]) and torch.equal(again[3], x[3])
+        assert torch.equal(again[..., :nope], x[..., :nope])
         op.query_rope(x[..., nope:], turns, at)
         assert torch.equal(x[..., nope:], want)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwood.kernels.draft_attention import op as draft_op
+from draftwood.kernels.linear import op as linear_op
 from draftwood.kernels.moe_int4 import repack
 from draftwood.kernels.moe_route import op as route_op
 from draftwood.model.config import K2_6, K2_6_DRAFT, ModelConfig, read_drafter_config, read_model_config
@@ -70,16 +71,49 @@ def test_workspaces_are_what_the_formulas_say(cuda_refs: Calls) -> None:  # noqa
     assert held(drafter.work) == total(work.draft_workspace_bytes(drafter.sizes, drafts))
 
 
+@pytest.mark.parametrize("router", route_op.FORMS)
 @pytest.mark.parametrize("bucket", [Bucket.of(1, 0, 64), Bucket.of(2, 8, 64), Bucket(3, 60, 60, 2, 64)], ids=str)
-def test_launches_are_what_the_formula_says(cuda_refs: Calls, bucket: Bucket) -> None:  # noqa: F811
+def test_launches_are_what_the_formula_says(cuda_refs: Calls, bucket: Bucket, router: str) -> None:  # noqa: F811
     ours, chosen = made(), bucket.verified < bucket.tokens
     ours.reserve([bucket])
     memory = Memory(NARROW, 1, 2, "cpu")
     index = (torch.zeros(bucket.verified, dtype=torch.int64), torch.ones(1, dtype=torch.int32)) if chosen else None
+    ours.router = router
     forward = ours.bind(bucket)
     cuda_refs.clear()
     Step.make(bucket, [Row(0, 0, [5], chain(1))], memory).run(forward, memory.cache, index)
-    assert dict(cuda_refs.launches) == dict(work.launches(ours.sizes, bucket, chosen))
+    assert dict(cuda_refs.launches) == dict(work.launches(ours.sizes, bucket, chosen, router))
+
+
+@pytest.mark.parametrize(("router", "rows", "want"), [
+    ("parts", 1, "route up down"), ("whole", 1, "route up down"), ("beside", 1, "up route down"), ("beside", 129, "route up down"),
+])  # fmt: skip
+def test_a_router_beside_the_shared_expert_follows_what_waits_for_the_norm(
+    cuda_refs: Calls, monkeypatch: pytest.MonkeyPatch, router: str, rows: int, want: str  # noqa: F811
+) -> None:
+    """Between its two products, the second of which waits for the router and so for the first."""
+    ours, seen = made(), []
+    shared = ours.packed.layers[1].mlp.shared
+    names = {id(shared.gate_up): "up", id(shared.down): "down"}
+    linear, route = linear_op.linear, route_op.route
+
+    def watched(x: Tensor, weight: linear_op.Weight, *args: object, **given: object) -> Tensor:
+        seen.append(names.get(id(weight), "-"))
+        return linear(x, weight, *args, **given)
+
+    def routed(x: Tensor, given: route_op.Router, *args: object, **more: object) -> None:
+        seen.append("route" if given is ours.packed.layers[1].mlp.router else "-")
+        route(x, given, *args, **more)
+
+    monkeypatch.setattr(linear_op, "linear", watched)
+    monkeypatch.setattr(route_op, "route", routed)
+    bucket, memory = Bucket.of(rows, 0, 64), Memory(NARROW, 1, 2, "cpu")
+    ours.reserve([bucket])
+    ours.router = router
+    Step.make(bucket, [Row(0, 0, [5], chain(1))], memory).run(ours.bind(bucket), memory.cache)
+    assert [name for name in seen if name != "-"] == want.split()
+    at = [seen.index(name) for name in want.split()]
+    assert at == list(range(at[0], at[0] + 3))  # nothing that waits comes between
 
 
 def test_draft_launches_are_what_the_formula_says(cuda_refs: Calls) -> None:  # noqa: F811
@@ -103,6 +137,7 @@ def test_draft_launches_are_what_the_formula_says(cuda_refs: Calls) -> None:  # 
 
 def test_constants_are_the_kernels() -> None:
     assert (work.MOST_ROUTED, work.FUSED_ROWS) == (route_op.MOST_ROWS, route_op.FUSED_ROWS)
+    assert (work.WHOLE_ROWS, work.TICKETS) == (route_op.WHOLE_ROWS, 1 + route_op.WHOLE_ROWS // route_op.WHOLE_BLOCK)
     assert work.padded(1) == repack.WIDTH_MULTIPLE
     assert (work.DRAFT_CHUNK, work.DRAFT_QUERIES, work.DRAFT_SPLIT) == (draft_op.CHUNK, draft_op.QUERIES, draft_op.SPLIT_BELOW)
     for world in (1, 8):

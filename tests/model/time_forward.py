@@ -83,7 +83,7 @@ def without(family: str, names: dict[Any, str]) -> Iterator[None]:
         yield
 
 
-def _shared_first(self: Forward, mlp: Any, nodes: Any) -> None:
+def _shared_first(self: Forward, index: int, mlp: Any, nodes: Any) -> None:
     """Shared expert, router, experts: the other order."""
     w, plan = self.work, self.plans[0]
     self._dense(mlp.shared, w.shared, nodes.total)
@@ -91,7 +91,7 @@ def _shared_first(self: Forward, mlp: Any, nodes: Any) -> None:
     moe_op.moe_int4(w.normed, mlp.experts, w.lists, nodes.total, w.shared, w.delta, w.experts, plan)
 
 
-def _shared_beside(self: Forward, mlp: Any, nodes: Any) -> None:
+def _shared_beside(self: Forward, index: int, mlp: Any, nodes: Any) -> None:
     """The shared expert on a stream of its own, beside the router."""
     w, plan, main, side = self.work, self.plans[0], torch.cuda.current_stream(), _side()
     side.wait_stream(main)
@@ -200,6 +200,19 @@ class Bench:
                 took = timed(case(self.target, rows, budget, self.context)[1], "", self.names)
                 self.report.line(rows=rows, budget=budget, asked_for=f"{o}+{shared} MiB", ms=took * 1e3)
         self.target.reach = Reach()
+        for form in route_op.FORMS[1:]:
+            if forward.bucket.tokens <= route_op.WHOLE_ROWS and not self.report.late:
+                for reach in (Reach(), Reach(shared=0)):
+                    self.target.router, self.target.reach = form, reach
+                    took = timed(case(self.target, rows, budget, self.context)[1], "", self.names)
+                    asked = f"{reach.o >> 20}+{reach.shared >> 20} MiB"
+                    self.report.line(rows=rows, budget=budget, router=form, asked_for=asked, ms=took * 1e3)
+        for router in ("parts", "beside"):
+            self.target.router, self.target.apart, self.target.reach = router, True, Reach()
+            if not self.report.late:
+                took = timed(case(self.target, rows, budget, self.context)[1], "", self.names)
+                self.report.line(rows=rows, budget=budget, router=router, queries="apart", ms=took * 1e3)
+        self.target.router, self.target.apart = "parts", False
         self.report.line(rows=rows, budget=budget, order=LATE, ms=timed(run, LATE, self.names) * 1e3)
 
     def families(self, rows: int, budget: int) -> None:

@@ -33,6 +33,9 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 //      kernels: weights, and tables that no step writes.
 //  (c) A kernel that reads before its wait what a step has written (choose and lists of moe_route, down of moe_int4) needs a
 //      predecessor that waits and then goes, which says so in a line of its own: "go after wait".
+//  (d) A kernel launched beside the one before it (`whole` of moe_route, query_rope) goes at once and reads what is older than that
+//      one, which must wait and then go: then all before it is done. It reads that through load_new, since no wait has made L1
+//      forget; it writes nothing that the one before reads or writes; and a block of it waits at its end, for (a).
 __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void pdl_go() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -52,6 +55,13 @@ __device__ __forceinline__ uint4 load16_once(const void* p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
+// From L2, for what L1 may hold an older copy of.
+__device__ __forceinline__ uint4 load16_new(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+template <class T> __device__ __forceinline__ T load_new(const T* p) { return __ldcg(p); }
 __device__ __forceinline__ void store16(void* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
 __device__ __forceinline__ uint4 shared_load16(u32 a) {
   uint4 v;

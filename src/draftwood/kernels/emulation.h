@@ -199,6 +199,8 @@ inline uint4 load16(const void* p) {
   return v;
 }
 inline uint4 load16_once(const void* p) { return load16(p); }
+inline uint4 load16_new(const void* p) { return load16(p); }
+template <class T> inline T load_new(const T* p) { return *p; }
 inline void store16(void* p, const uint4& v) {
   if ((uintptr_t)p % 16) emulated::fail("16-byte store not aligned");
   memcpy(p, &v, 16);

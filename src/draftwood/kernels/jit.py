@@ -313,14 +313,14 @@ def _stream(handle: int) -> Any:
     return core.Stream.from_handle(handle)
 
 
-_SCALARS = frozenset({np.int32, np.int64, np.uint32, np.uint64, np.float32, np.float64})
-"""Types of arguments that are passed on as they are."""
+_SCALARS = frozenset({np.int32, np.int64, np.uint64, np.float32})
+"""Types of most arguments that are passed on as they are."""
 
 
 def _argument(value: Any) -> Any:
     """A tensor becomes its address; plain ints and floats are refused because their width would be guessed."""
     if hasattr(value, "data_ptr"):
         return value.data_ptr()
-    if isinstance(value, bool | int | float):
+    if isinstance(value, bool | int | float) and not hasattr(value, "itemsize"):  # numpy.float64 is a float, and has a width
         raise TypeError(f"kernel argument {value!r} has no width; pass numpy.int32 / numpy.int64 / numpy.float32")
     return value

@@ -6,7 +6,7 @@ The bits of a row do not depend on which launches were picked, on the other rows
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,12 @@ FUSED_ROWS = 16
 """Rows up to which one block chooses and makes the lists; more are chosen by more blocks."""
 ROW_BLOCKS = ((128, 32), (MOST_ROWS, 128))
 """(rows of a call, rows that one block of the score kernel walks): more blocks, or each weight read less often."""
+WHOLE_ROWS, WHOLE_BLOCK = ROW_BLOCKS[0]
+"""Rows up to which all may be one launch."""
+FORMS = ("parts", "whole", "beside")
+"""Ways to launch, of the same bits. parts: two launches for up to FUSED_ROWS rows, else three. whole: one, in which the last block
+of some rows chooses and the last of all makes the lists. beside: that, without waiting for the kernel before. More than WHOLE_ROWS
+rows are always parts."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,8 @@ class Lists:
     """What a router call writes, of fixed capacity: `rows` rows, this rank's experts first .. first + held - 1.
 
     experts int32 [rows, k]; weights float32 [rows, k], 0 for experts of other ranks; pairs int32 [rows * k]: row * k + slot by
-    expert; jobs int32 [most, 4]: expert - first, start in pairs, count, 0; njobs int32 [1]; partial: scratch.
+    expert; jobs int32 [most, 4]: expert - first, start in pairs, count, 0; njobs int32 [1]; partial: scratch; tickets int32, zero
+    between calls, of lists that one launch is to write.
     """
 
     rows: int
@@ -77,6 +84,7 @@ class Lists:
     jobs: Tensor
     njobs: Tensor
     partial: Tensor
+    tickets: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
 
 
 def most_jobs(rows: int, topk: int, held: int, tile: int) -> int:
@@ -99,6 +107,7 @@ def allocate(shape: Shape, rows: int, first: int, held: int, device: torch.devic
         jobs=ints(most_jobs(rows, shape.topk, held, 8), 4),
         njobs=ints(1),
         partial=torch.zeros(shape.segments, rows, shape.experts, device=device),
+        tickets=ints(1 + WHOLE_ROWS // WHOLE_BLOCK),
     )  # fmt: skip
 
 
@@ -136,7 +145,7 @@ def _variant(entry: str, shape: Shape, parts: int) -> Variant:
         "HIDDEN": shape.hidden, "EXPERTS": shape.experts, "TOPK": shape.topk, "PARTS": parts, "WARPS": shape.warps,
         entry.upper(): 1,
     }  # fmt: skip
-    threads = {"scores": 32 * shape.warps, "choose": 128}.get(entry, 1024)
+    threads = {"scores": 32 * shape.warps, "whole": 32 * shape.warps, "choose": 128}.get(entry, 1024)
     shared = _list_bytes(shape.experts, MOST_ROWS) if entry == "lists" else 0
     return Variant(jit.Source(Path(__file__).parent / "route.cu", entry, macros), threads, shared)
 
@@ -149,24 +158,42 @@ def _list_bytes(held: int, rows: int) -> int:
 def variants() -> list[Variant]:
     """Everything the launcher can choose, for K2.6 and nano."""
     shapes = (Shape(7168, 384, 8), Shape(384, 16, 4))
-    entries = [("scores", 1), ("scores", 3), ("choose", 1), ("lists", 1), ("choose_lists", 1)]
+    entries = [("scores", 1), ("scores", 3), ("choose", 1), ("lists", 1), ("choose_lists", 1), ("whole", 1), ("whole", 3)]
     return [_variant(entry, shape, parts) for shape in shapes for entry, parts in entries]
 
 
-def route(x: Tensor, router: Router, live: Tensor, out: Lists, tile: int, rows: int | None = None, pdl: bool = True) -> None:
+def launches(rows: int, form: str = "parts") -> int:
+    """Launches of a call for `rows` rows."""
+    if form != "parts" and rows <= WHOLE_ROWS:
+        return 1
+    return 2 if rows <= FUSED_ROWS else 3
+
+
+def route(
+    x: Tensor, router: Router, live: Tensor, out: Lists, tile: int, rows: int | None = None, pdl: bool = True, form: str = "parts"
+) -> None:  # fmt: skip
     """Choose experts for x [rows, H] bfloat16 and make the lists of the grouped GEMMs, cut into jobs of `tile` pairs.
 
     live int32 [1] on the device: rows that count; the others are padding. rows: how many of x's rows to launch for (all).
-    Raises ValueError when shapes, types or the capacity of `out` do not fit.
+    form: one of FORMS. "beside" is right only if x, `live` and what last used `out` are older than the kernel before, which waits
+    for its own predecessor before it lets the next kernel start; what follows may rely on that kernel's end.
+    Raises ValueError when shapes, types or the capacity of `out` do not fit, and for a form that there is not.
     """
     n = x.shape[0] if rows is None else rows
     _check(x, router, live, out, tile, n)
+    if form not in FORMS or (form != "parts" and out.tickets.numel() < 1 + WHOLE_ROWS // WHOLE_BLOCK):
+        raise ValueError(f"form {form!r} must be one of {', '.join(FORMS)}, and all but parts need tickets in the lists")
     shape, arg = router.shape, np.int32
     parts, device = router.weight.shape[0], x.device.index or 0
     get = functools.partial(_kernel, shape=shape, device=device)
     held = (arg(n), arg(out.first), arg(out.held))
     block = next(walked for most, walked in ROW_BLOCKS if n <= most)
     grid = (shape.experts // 16, shape.segments, -(-n // block))
+    if form != "parts" and n <= WHOLE_ROWS:
+        given = (router.weight, x, live, out.partial, router.bias, out.experts, out.weights, out.pairs, out.jobs, out.njobs)
+        numbers = (arg(n), arg(block), *held[1:], np.float32(router.scale), arg(tile), arg(form == "beside"))
+        get("whole", parts=parts)(grid, 32 * shape.warps, (*given, out.tickets, *numbers), pdl=pdl)
+        return
     get("scores", parts=parts)(grid, 32 * shape.warps, (router.weight, x, live, out.partial, arg(n), arg(block)), pdl=pdl)
     scale, cut = np.float32(router.scale), arg(tile)
     chosen = (out.partial, router.bias, live, out.experts, out.weights)

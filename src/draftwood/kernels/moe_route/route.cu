@@ -24,18 +24,9 @@ inline u32 __reduce_max_sync(u32, u32 v) {
   return best;
 }
 inline u32 __reduce_min_sync(u32, u32 v) { return ~__reduce_max_sync(ALL_LANES, ~v); }
-inline uint4 load16_new(const void* p) { return load16(p); }
-template <class T> inline T load_new(const T* p) { return *p; }
 inline int take_ticket(int* p) { return (*p)++; }
 inline void fence() {}
 #else
-// From L2, for what L1 may hold an old copy of: this kernel or the ones beside it have written it, or it has not waited for who did.
-__device__ __forceinline__ uint4 load16_new(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-template <class T> __device__ __forceinline__ T load_new(const T* p) { return __ldcg(p); }
 __device__ __forceinline__ int take_ticket(int* p) { return atomicAdd(p, 1); }
 __device__ __forceinline__ void fence() { __threadfence(); }
 #endif

@@ -221,9 +221,11 @@ def query_rope(
     out: Tensor | None = None,
     rows: Tensor | None = None,
     ahead: Ahead | None = None,
+    apart: bool = False,
 ) -> Tensor:
     """Turn the rotary parts of queries: x, out [n, heads, P] (views), positions int64 [n]; in place without `out`. ahead: asked
-    for at once, while the kernel before may still run."""
+    for at once, while the kernel before may still run. apart: right only if all arguments are older than that kernel, which waits
+    for its own predecessor before it lets this one start; then it is waited for at the end."""
     out = x if out is None else out
     n, heads, p = x.shape
     for name, given in (("x", x), ("out", out)):
@@ -239,7 +241,7 @@ def query_rope(
         _rope_kernel(x.device.index, "query_rope", (("P_WIDTH", p),))(
             (n + riders, -(-heads * p // 1024)), 128,
             (x, out, turns, positions, _or_null(rows), np.int32(heads), np.int64(x.stride(0)), np.int64(x.stride(1)),
-             np.int64(out.stride(0)), np.int64(out.stride(1)), np.int32(turns.shape[0]), np.int32(n), *asked),
+             np.int64(out.stride(0)), np.int64(out.stride(1)), np.int32(turns.shape[0]), np.int32(n), *asked, np.int32(apart)),
             pdl=True,
         )  # fmt: skip
     return out

@@ -18,6 +18,8 @@ __device__ __forceinline__ void go_and_wait() {
   pdl_wait();
   if (!EARLY) pdl_go();
 }
+// By common.cuh's rule (d): read through load_new, wait at the end.
+__device__ __forceinline__ void go_apart() { pdl_go(); }
 
 __device__ __forceinline__ float squares(const float (&v)[8]) {
   float s = 0.f;

@@ -5,28 +5,33 @@
 #ifdef P_WIDTH
 // The target's queries: the last P_WIDTH values of each head, turned in pairs: grid (n, ceil(heads*P_WIDTH/8 / 128)), and
 // RIDERS columns of blocks more if a later weight is to be asked for, which they do at once.
-// from and to point at the rotary part of row 0, head 0 and may be the same.
+// from and to point at the rotary part of row 0, head 0 and may be the same. apart: nothing here was written by the kernel before,
+// which waited and then let this one start; its end is waited for last, so that what comes next may rely on it.
 extern "C" __global__ void __launch_bounds__(128)
 query_rope(const bf16* from, bf16* to, const float2* turns, const long long* positions, const int* rows, int heads,
            long long from_stride, long long from_head, long long to_stride, long long to_head, int table, int n,
-           const unsigned char* ahead, int runs, int T, int S, int first, int bytes) {
+           const unsigned char* ahead, int runs, int T, int S, int first, int bytes, int apart) {
   const int row = blockIdx.x, i = blockIdx.y * 128 + threadIdx.x, head = i / (P_WIDTH / 8), c = i % (P_WIDTH / 8) * 8;
   if (row >= n) {
     if (blockIdx.y == 0) fetch_ahead(row - n, ahead, runs, T, S, first, bytes);
     return;
   }
-  go_and_wait();
-  if (head >= heads) return;
-  const int live = rows ? load_int(rows) : n;         // all loads before the first is waited for
-  const long long position = load_long(positions + row);
-  const uint4 raw = load16(from + row * from_stride + head * from_head + c);
-  float2 turn[4];
-  load_turns(turn, turns_at(turns, position, table, P_WIDTH / 2) + c / 2);
-  if (row >= live) return;
-  float v[8];
-  unpack8(v, raw);
-  turn_pairs(v, turn);
-  store16(to + row * to_stride + head * to_head + c, pack8(v));
+  if (apart) go_apart();
+  else go_and_wait();
+  if (head < heads) {
+    const int live = rows ? load_new(rows) : n;       // all loads before the first is waited for
+    const long long position = load_new(positions + row);
+    const uint4 raw = load16_new(from + row * from_stride + head * from_head + c);
+    float2 turn[4];
+    load_turns(turn, turns_at(turns, position, table, P_WIDTH / 2) + c / 2);
+    if (row < live) {
+      float v[8];
+      unpack8(v, raw);
+      turn_pairs(v, turn);
+      store16(to + row * to_stride + head * to_head + c, pack8(v));
+    }
+  }
+  if (apart) pdl_wait();
 }
 #endif
 

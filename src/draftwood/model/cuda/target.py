@@ -6,7 +6,8 @@ device or allocates after `bind`: a forward can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,11 @@ class CudaTarget:
         self.work: Workspace | None = None
         self.reach = Reach()
         """What forwards that are bound from now on ask for in L2."""
+        self.apart = False
+        """Whether forwards that are bound from now on turn queries beside the absorption of keys, which has waited for them too."""
+        self.router = "parts"
+        """How forwards that are bound from now on launch the router (moe_route.op.FORMS); "beside": beside the shared expert's
+        first product."""
 
     @torch.inference_mode(False)
     def reserve(self, buckets: Sequence[Bucket]) -> None:
@@ -101,6 +107,8 @@ class Forward:
         self.begins = torch.tensor([part.start for part in self.chunks], dtype=torch.int32, device=target.device)
         self.lives = torch.zeros_like(self.begins)
         self.aheads = [layer_ahead(layer, bucket.tokens, target.reach, target.device) for layer in target.packed.layers]
+        whole = len(self.chunks) == 1 and bucket.tokens <= route_op.WHOLE_ROWS
+        self.router, self.apart = target.router if whole else "parts", target.apart
         self.routed: Tensor | None = None
         """Set to int32 [MoE layers, T, k] to have runs leave there which experts each live node chose in each layer."""
 
@@ -170,7 +178,7 @@ class Forward:
         linear_op.linear(w.q_low, layer.q_b, w.q.flatten(1), rows=total)
         plain, rotary = w.q[..., : c.qk_nope_head_dim], w.q[..., c.qk_nope_head_dim :]
         linear_op.linear(plain, layer.absorb_k, w.q_latent, rows=total)
-        norm_op.query_rope(rotary, self.target.turns, nodes.positions, rows=total, ahead=ahead.o)
+        norm_op.query_rope(rotary, self.target.turns, nodes.positions, rows=total, ahead=ahead.o, apart=self.apart)
         self.attention(w.q_latent, rotary, cache, table, nodes.masks, w.seen)
         linear_op.linear(w.seen, layer.absorb_v, w.values, rows=total)
         values = w.values.flatten(1)
@@ -192,26 +200,37 @@ class Forward:
             self._dense(mlp, w.delta, total)
         return self.target.comm.all_reduce(w.delta)
 
-    def _dense(self, mlp: PackedDense, out: Tensor, total: Tensor, residual: Tensor | None = None) -> None:
+    def _dense(
+        self, mlp: PackedDense, out: Tensor, total: Tensor, residual: Tensor | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """A SwiGLU of the normed nodes. between: launches something between its products."""
         hidden = self.work.hidden[:, : mlp.down.shape.inputs]
         linear_op.linear(self.work.normed, mlp.gate_up, hidden, rows=total)
+        if between is not None:
+            between()
         linear_op.linear(hidden, mlp.down, out, residual=residual, rows=total)
 
     def _moe(self, index: int, mlp: PackedMoE, nodes: _Nodes) -> None:
         """Routed experts plus the shared one, to `delta`; the router takes at most 1024 nodes at a time.
 
-        The router goes first: it keeps few multiprocessors busy, and the shared expert's kernel loads weights meanwhile.
+        The router goes first: it keeps few multiprocessors busy, and the shared expert's kernel loads weights meanwhile. Or it runs
+        beside that kernel, which needs the same normed nodes and has waited for them when the router may start.
         """
-        w = self.work
+        w, between = self.work, None
         assert w.lists is not None and w.experts is not None
         for place, (part, plan) in enumerate(zip(self.chunks, self.plans, strict=True)):
             live = nodes.total if len(self.chunks) == 1 else self.lives[place : place + 1]
             x, shared, out = (t[part.start : part.stop] for t in (w.normed, w.shared, w.delta))
-            route_op.route(x, mlp.router, live, w.lists, plan.tile)
+            router = functools.partial(route_op.route, x, mlp.router, live, w.lists, plan.tile, form=self.router)
+            if self.router == "beside":
+                between = router
+            else:
+                router()
+            if place == 0:
+                self._dense(mlp.shared, w.shared, nodes.total, between=between)
             if self.routed is not None:
                 self.routed[index - self.config.first_k_dense, part.start : part.stop] = w.lists.experts[: len(part)]
-            if place == 0:
-                self._dense(mlp.shared, w.shared, nodes.total)
             moe_op.moe_int4(x, mlp.experts, w.lists, live, shared, out, w.experts, plan)
 
     def _logits(self, nodes: _Nodes, verified: tuple[Tensor, Tensor] | None) -> Tensor:
