@@ -413,7 +413,7 @@ def replace(patch: pytest.MonkeyPatch) -> Calls:
     ):
         for name in names:
             patch.setattr(module, name, getattr(refs, name))
-    for name in ("begin", "select", "advance", "synthetic"):
+    for name in ("begin", "select", "advance", "synthetic", "chances"):
         patch.setattr(rows_op, name, functools.partial(_counted, calls, name))
     attention = type("CountedRefAttention", (RefAttention,), {"calls": calls})
     patch.setattr(attention_op, "MlaAttention", attention)

@@ -45,7 +45,7 @@ def test_every_case_has_its_times_bytes_and_tokens(monkeypatch):
     monkeypatch.setattr(device, "AUTO_STEPS", 4)
     monkeypatch.setattr(device, "AUTO_SETTLE", 3)
     some = engine(tree_budget="auto", max_num_seqs=2, synthetic_accept=2.5, max_num_batched_tokens=64)
-    some.stepper.auto.measure(lambda rows, nodes, context: (1 + 0.01 * rows * nodes, rows * nodes))
+    some.stepper.auto.measure(lambda rows, nodes, context, trees: (1 + 0.01 * rows * nodes, rows * nodes))
     checkpoint = made_plan()[1]
     llm = SimpleNamespace(engine=some, plan=some.plan, checkpoint=checkpoint)
     lines = list(device.measure(llm, [2], [0, 8, "auto"], 100, 1))

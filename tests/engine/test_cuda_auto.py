@@ -1,36 +1,49 @@
-"""Automatic trees on a GPU, the host's part: what the device is told of what was measured. On a CPU."""
+"""Automatic trees on a GPU, the host's part: what the device is told of what was measured, and how much the next step grows."""
+
+import dataclasses
 
 import pytest
 import torch
 
-from draftwood.engine.cuda.auto import AutoTrees
-from draftwood.kernels.sizes.ref import seconds_at
+from draftwood.engine.cuda.auto import POINTS, AutoTrees
+from draftwood.engine.cuda.budgets import LONGEST, SHORTEST, Budgets
+from draftwood.engine.scheduler import StepPlan
+from draftwood.kernels.sizes.ref import ONE, seconds_at
 from draftwood.model.cuda.keys import Sizes
 
 CPU = torch.device("cpu")
 
 
-def automatic() -> AutoTrees:
-    return AutoTrees(Sizes.make(512, 2, 8, 64, 64), 2, 64, 512, CPU)
+def automatic(rows: int = 2, context: int = 512) -> AutoTrees:
+    return AutoTrees(Sizes.make(context, rows, 8, 64, 64), rows, context, CPU)
+
+
+def decoding(rows: int, longest: int = 100, chunk: tuple[int, ...] = ()) -> StepPlan:
+    """Rows that decode with automatic trees, and one with a chunk of a prompt, if it is given."""
+    more = int(bool(chunk))
+    chunks = ((),) * rows + (chunk,) * more
+    budgets, auto = (64,) * rows + (0,) * more, (True,) * rows + (False,) * more
+    return StepPlan((), tuple(range(rows + more)), chunks, (True,) * (rows + more), budgets, auto, 7, longest)
 
 
 @pytest.mark.parametrize("nodes", [(2, 5, 9, 17, 33, 65), (2, 5, 8, 8, 8, 8), (2, 5, 9, 17, 33, 32), (2, 5, 4, 4, 3, 65)])
 def test_nodes_of_a_cost_table_always_rise_and_times_never_fall(nodes):
     """Trees may stop growing below their budgets; a division by no nodes at all would make every rate a NaN."""
     auto = automatic()
-    grown = dict(zip(auto.nodes, nodes, strict=True))
-    auto.measure(lambda rows, size, context: (0.01 + 1e-3 * size, rows * grown.get(size, 1)))
+    grown = dict(zip((2, 5, 9, 17, 33, 65), nodes, strict=True))
+    auto.measure(lambda rows, size, context, trees: (0.01 + 1e-3 * size - 5e-3 * (size == 9), rows * grown.get(size, 1)))
     for costs in auto.costs.values():
-        totals = costs.totals.tolist()
-        assert all(a < b for a, b in zip(totals, totals[1:], strict=False))
-        found = [float(seconds_at(costs, total)) for total in range(totals[0], totals[-1] + 20)]
-        assert all(0 < a <= b * (1 + 1e-6) for a, b in zip(found, found[1:], strict=False))
+        for cap in range(4):
+            totals = costs.totals[cap].tolist()
+            assert all(a < b for a, b in zip(totals, totals[1:], strict=False))
+            found = [float(seconds_at(costs, cap, total)) for total in range(totals[0], totals[-1] + 20)]
+            assert all(0 < a <= b * (1 + 1e-6) for a, b in zip(found, found[1:], strict=False))
 
 
 def test_measuring_teaches_nothing_about_acceptance():
     auto = automatic()
 
-    def time(rows: int, size: int, context: int) -> tuple[float, int]:
+    def time(rows: int, size: int, context: int, trees: int) -> tuple[float, int]:
         auto.calibration.predicted.fill_(5)
         auto.calibration.observed.fill_(7)
         auto.calibration.ratio.fill_(1.4)
@@ -39,3 +52,110 @@ def test_measuring_teaches_nothing_about_acceptance():
     auto.measure(time)
     known = auto.calibration
     assert not known.predicted.any() and not known.observed.any() and bool((known.ratio == 1).all())
+
+
+def test_costs_of_steps_follow_the_longest_row():
+    auto = automatic(2, 1 << 18)
+    assert auto.contexts == (1024, 16384)
+    auto.measure(lambda rows, nodes, context, trees: (1 + 0.001 * nodes + rows * nodes * context / 1e6, rows * nodes))
+    near = auto.costs[2].seconds.clone()
+    auto.sized(decoding(2, 900))
+    assert torch.equal(auto.costs[2].seconds, near)
+    auto.sized(decoding(2, 8192))
+    for cap, points in enumerate(POINTS.values()):
+        want = [1 + 0.001 * n + 2 * n * 8192 / 1e6 for n in points]
+        assert auto.costs[2].seconds[cap, : len(points)].tolist() == pytest.approx(want, rel=1e-5)
+        assert auto.costs[2].totals[cap, : len(points)].tolist() == [2 * n for n in points]
+    assert auto.plain_seconds(2) == pytest.approx(1 + 0.001 + 2 * 8192 / 1e6)
+    auto.sized(decoding(2, 100))
+    assert torch.equal(auto.costs[2].seconds, near)
+
+
+def test_sizes_that_cannot_pay_are_neither_timed_nor_grown():
+    """A step of one row returns at most 8 tokens: what takes longer than 8 plain steps is out of the question."""
+    auto, timed = automatic(64), []
+
+    def time(rows: int, size: int, context: int, trees: int) -> tuple[float, int]:
+        timed.append((rows, size, trees))
+        return 0.01 + 1e-4 * rows * size, rows * size
+
+    auto.measure(time)
+    assert max(size for rows, size, _ in timed if rows == 1) == 65
+    assert max(size for rows, size, _ in timed if rows == 64) == 33, "64 x 33 nodes take 13 times as long as 64"
+    assert (64, 65, 64) not in timed and (64, 33, 32) in timed
+    for _ in range(400):
+        plan = auto.sized(decoding(64))
+        assert max(plan.budgets) <= 32
+
+
+@pytest.mark.parametrize("best", [0, 1, 2, 3])
+def test_the_size_that_is_best_in_the_same_steps_is_found_and_kept(best):
+    budgets, grown = Budgets((8, 16, 32, 64)), []
+    for step in range(300):
+        size = budgets.next(1, 3)
+        grown.append(size)
+        if size:
+            # Texts differ by more than sizes do.
+            text = (3.0, 1.2, 2.0)[step % 3]
+            place = budgets.sizes.index(size)
+            budgets.learn(1, 3, [text * (1 - 0.05 * abs(c - best)) for c in range(place + 1)])
+    assert grown[0] == 16 and 0 not in grown
+    assert grown[60:].count(budgets.sizes[best]) >= 0.93 * len(grown[60:])
+    assert best == 3 or budgets.sizes[best + 1] in grown[150:], "a larger one is looked at now and then"
+
+
+def test_drafting_that_does_not_pay_is_tried_ever_more_rarely_and_taken_up_when_it_does():
+    budgets, grown = Budgets((8, 16, 32, 64)), []
+
+    def run(steps: int, pays: float) -> list[int]:
+        found = []
+        for _ in range(steps):
+            size = budgets.next(64, 1)
+            found.append(size)
+            if size:
+                budgets.learn(64, 1, [pays] * (1 + budgets.sizes.index(size)))
+        return found
+
+    grown = run(1000, 0.6)
+    tries = [i for i, size in enumerate(grown) if size]
+    gaps = [b - a for a, b in zip(tries, tries[1:], strict=False)]
+    assert gaps[0] == SHORTEST + 1 and gaps[-1] == LONGEST + 1 and gaps == sorted(gaps)
+    assert run(400, 2.0)[-100:].count(0) == 0
+    assert run(100, 0.6)[-50:].count(0) > 40
+
+
+def told(auto: AutoTrees, plan: StepPlan, tokens: float, came: int) -> None:
+    """Have the host learn that every size would return `tokens` tokens a row from all its nodes."""
+    rows, size = len(plan.rows), max(plan.budgets)
+    key = auto._sizes.key(rows, size, any(plan.chunks))
+    auto.learn(plan, key, [int(rows * tokens * ONE)] * 4, [rows * (1 + cap) for cap in auto.caps], came)
+
+
+def test_tokens_that_do_not_come_end_drafting():
+    """The drafter is sure of five tokens, and one comes."""
+    auto = automatic(4)
+    auto.measure(lambda rows, nodes, context, trees: (0.01 + 0.01 * (nodes > 1) + 1e-5 * trees, rows * nodes))
+    drafted = []
+    for _ in range(200):
+        plan = auto.sized(decoding(4))
+        drafted.append(max(plan.budgets) > 0)
+        if drafted[-1]:
+            told(auto, plan, 5.0, 4)
+    assert all(drafted[:5]) and sum(drafted[100:]) < 15
+
+
+def test_steps_with_prompts_and_with_trees_of_their_own_size_teach_nothing():
+    auto = automatic(4)
+    auto.measure(lambda rows, nodes, context, trees: (0.01, rows * nodes))
+    first = auto.sized(decoding(2))
+    assert set(first.budgets) == {16}
+    for plan in (
+        auto.sized(decoding(2, chunk=(1, 2, 3))),
+        dataclasses.replace(first, auto=(True, False)),
+        dataclasses.replace(first, budgets=(16, 9)),
+    ):
+        told(auto, plan, 0.1, 2)
+    assert max(auto.sized(decoding(2)).budgets) == 16
+    told(auto, first, 0.1, 0)
+    assert max(auto.sized(decoding(2)).budgets) == 0
+    assert max(auto.sized(decoding(2, chunk=(1, 2, 3))).budgets) == 0

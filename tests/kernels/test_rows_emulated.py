@@ -26,6 +26,11 @@ def test_rows_move_on_by_what_was_accepted_and_others_stay(free: int, pieces: in
     checks.advance(free, pieces, room, "cpu", history)
 
 
+@pytest.mark.parametrize("mean", [1.0, 2.5, 4.0, 4.3])
+def test_synthetic_chances_are_those_of_the_walks(mean: float) -> None:
+    assert checks.chances(mean, "cpu") == pytest.approx(mean, abs=1e-4)
+
+
 @pytest.mark.parametrize("mean", [1.0, 2.5, 4.3, 60.0])
 def test_synthetic_choices_make_walks_as_long_as_asked(mean: float) -> None:
     found = checks.synthetic(mean, "cpu")

@@ -22,10 +22,10 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "_kernel", functools.cache(lambda entry, device: Emulated(op._source(entry))))
 
 
-@pytest.mark.parametrize("kind", ["flat", "steep", "mixed"])
+@pytest.mark.parametrize(("kind", "own"), [("flat", 3), ("steep", 1), ("mixed", 3), ("mixed", 0), ("mixed", 2)])
 @pytest.mark.parametrize(("free", "places"), checks.CASES)
-def test_sizes_are_the_references_and_only_automatic_rows_are_cut(free: int, places: int, kind: str) -> None:
-    before, after, _, _ = checks.fit(free, places, kind, "cpu")
+def test_sizes_are_the_references_and_only_automatic_rows_are_cut(free: int, places: int, kind: str, own: int) -> None:
+    before, after, _, _ = checks.fit(free, places, kind, "cpu", own)
     if free == 64:
         total = (int(before.counts[:free].sum()), int(after.counts[:free].sum()))
         assert total[1] <= total[0] if kind == "flat" else total[1] < total[0]
@@ -42,9 +42,24 @@ def test_sums_of_sure_nodes_are_beyond_32_bits(chosen: int) -> None:
     trees, known = tree_op.allocate_trees(128, "cpu"), op.allocate("cpu")
     trees.counts.fill_(65)
     count, flags = torch.tensor([128], dtype=torch.int32), torch.full((128,), chosen, dtype=torch.uint8)
-    ours = torch.zeros(1, dtype=torch.int64)
-    op.fit(count, count, flags, trees, torch.zeros(128), known, checks.costs("flat", "cpu"), ours)
-    assert int(ours) == 128 * 65 * ref.ONE and bool((trees.counts == 65).all())
+    ours = op.allocate_fitted("cpu")
+    op.fit(count, count, flags, trees, torch.zeros(128), known, checks.costs("flat", "cpu"), 3, ours)
+    assert int(ours.expected[3]) == 128 * 65 * ref.ONE and bool((trees.counts == 65).all())
+    assert not chosen or ours.expected[:3].tolist() == [128 * (1 + cap) * ref.ONE for cap in ref.CAPS[:3]]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_what_would_have_been_with_smaller_trees_is_what_comes_of_them(rows: int) -> None:
+    """Trees are nested: those of a smaller cap are the first nodes of these."""
+    known, count, flags = op.allocate("cpu"), torch.tensor([rows], dtype=torch.int32), torch.ones(rows, dtype=torch.uint8)
+    said = op.allocate_fitted("cpu")
+    given = (count, count, flags), (torch.zeros(rows), known, checks.costs("mixed", "cpu"))
+    op.fit(*given[0], checks.grown(rows, "cpu", rows), *given[1], 3, said)
+    for own, cap in enumerate(ref.CAPS):
+        smaller, found = checks.grown(rows, "cpu", rows), op.allocate_fitted("cpu")
+        smaller.counts.clamp_(max=1 + cap)
+        op.fit(*given[0], smaller, *given[1], own, found)
+        assert found.expected[own] == said.expected[own] and found.sized[own] == said.sized[own] == smaller.counts.sum()
 
 
 def test_a_class_keeps_what_it_knows_below_its_memory_however_many_rows_teach_it() -> None:
@@ -66,16 +81,16 @@ def test_sizes_are_as_good_as_those_of_the_cpu_engine(rows: int, slope: float) -
     """Expected tokens per second of the sizes chosen in bins are within 2 % of the exact optimum's."""
     trees = checks.grown(rows, "cpu", rows)
     heat, known = torch.zeros(rows), op.allocate("cpu")
-    totals = torch.tensor([rows, 2 * rows, 9 * rows, 65 * rows], dtype=torch.int32)
+    totals = torch.tensor([rows, 2 * rows, 9 * rows, 65 * rows], dtype=torch.int32).repeat(len(ref.CAPS), 1)
     seconds = 1 + slope * totals.float() / rows
     chances = np.zeros((rows, 65))
     for r in range(rows):
         n = int(trees.counts[r])
         chances[r, 1:n] = ref.chances(trees, heat, known.ratio, r).numpy()
     counts = trees.counts.clone()
-    count, expected = torch.tensor([rows], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    op.fit(count, count, torch.ones(rows, dtype=torch.uint8), trees, heat, known, ref.Costs(totals, seconds), expected)
-    table = CostTable.of([rows], [1, 2, 9, 65], [seconds.tolist()], [1.0])
+    count, found = torch.tensor([rows], dtype=torch.int32), op.allocate_fitted("cpu")
+    op.fit(count, count, torch.ones(rows, dtype=torch.uint8), trees, heat, known, ref.Costs(totals, seconds), 3, found)
+    table = CostTable.of([rows], [1, 2, 9, 65], [seconds[3].tolist()], [1.0])
     whole = Tree(trees.tokens, trees.parents, trees.depths, counts, torch.zeros(rows, dtype=torch.bool), trees.logprob)
     best = fit_sizes(whole, table, chances)
 
@@ -86,4 +101,4 @@ def test_sizes_are_as_good_as_those_of_the_cpu_engine(rows: int, slope: float) -
     sizes = trees.counts.numpy() - 1
     assert rate(sizes) >= 0.98 * rate(best.sizes)
     gain = rows + sum(chances[r, 1 : 1 + int(n)].sum() for r, n in enumerate(sizes))
-    assert int(expected) / ref.ONE == pytest.approx(gain, rel=1e-3)
+    assert int(found.expected[3]) / ref.ONE == pytest.approx(gain, rel=1e-3)

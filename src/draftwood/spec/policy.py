@@ -220,14 +220,6 @@ class AutoSize:
                 self._judge(load, found.tokens / found.seconds * self.costs.plain_seconds(rows) / rows)
         return torch.from_numpy(found.sizes)
 
-    def learn(self, rows: int, largest: int, nodes: int, tokens: float) -> None:
-        """Take note of a drafted step without prompts whose trees were cut elsewhere: its largest one beyond the root, its nodes
-        in all, and the tokens that its rows return on average together."""
-        load = self._load(rows)
-        load.budget = min(max(2 * largest, 4), self.max_budget)
-        seconds = float(self.costs.seconds(rows, np.array(nodes)))
-        self._judge(load, tokens / seconds * self.costs.plain_seconds(rows) / rows)
-
     def _judge(self, load: _Load, advantage: float) -> None:
         """Update the running advantage over plain decoding; stop drafting for a while where there is none."""
         trying = load.advantage is not None and load.advantage < 1

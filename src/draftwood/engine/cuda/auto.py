@@ -1,12 +1,14 @@
 """`--tree-budget auto` on a GPU: the device cuts each tree, the host decides one step later how much to grow, and whether at all.
 
-What steps cost is measured at the start, before there are requests, on pages that nobody has yet.
+What steps cost is measured at the start, before there are requests, on pages that nobody has yet: by rows, by graph (of plain steps
+and of trees up to each size) and by nodes in it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,101 +16,199 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftwood.engine.cuda.budgets import Budgets
 from draftwood.engine.cuda.state import pinned
 from draftwood.engine.scheduler import StepPlan
 from draftwood.kernels.sizes import op as sizes_op
-from draftwood.kernels.sizes.ref import ONE, Costs
-from draftwood.model.cuda.keys import Sizes
-from draftwood.spec.policy import AutoSize, CostTable
+from draftwood.kernels.sizes.ref import CAPS, ONE, Costs
+from draftwood.model.cuda.keys import Key, Sizes
 
 NEAR = 1024
 """Committed tokens of the rows whose steps are timed."""
-NODES = (2, 5, 9, 17, 33, 65)
-"""Nodes of a row, the root included, at which a drafted step is timed."""
+POINTS = {8: (2, 5, 9), 16: (2, 9, 17), 32: (2, 9, 17, 33), 64: (2, 9, 17, 33, 65)}
+"""Nodes of a row, the root included, at which steps of each graph are timed."""
+MOST_POINTS = max(map(len, POINTS.values()))
 FAR = 16384
 """Committed tokens at which steps are timed a second time, where rows may be that long: attention is no small part there."""
 MOVED = 1.25
 """Costs are told anew when the longest row has grown or shrunk by this factor."""
-Time = Callable[[int, int, int], tuple[float, int]]
-"""(rows, nodes of each, committed tokens of each) -> (seconds of a step, its nodes in all); one node: without a draft."""
+FADES, SURE = 0.98, 16.0
+"""Of the running sums of tokens that were expected and that came: what is left of them a step later, and what stands beside them
+while they are small."""
+Time = Callable[[int, int, int, int], tuple[float, int]]
+"""(rows, nodes of each, committed tokens of each, largest trees of the graph) -> (seconds of a step, its nodes in all); one node
+and trees of 0: without a draft."""
+
+
+@dataclass
+class _Curve:
+    """Times of steps of one graph: nodes in all, ascending, and seconds near and far [points]."""
+
+    totals: NDArray[np.int64]
+    near: NDArray[np.float64]
+    far: NDArray[np.float64]
+
+    @staticmethod
+    def of(points: Sequence[tuple[float, int]], added: tuple[float, float]) -> _Curve:
+        """points: (seconds, nodes in all); added: what the first and the last take longer far away."""
+        totals, near = np.array([n for _, n in points], np.int64), np.array([s for s, _ in points])
+        for i in range(1, len(totals)):  # no two stand at one place
+            totals[i] = max(totals[i], totals[i - 1] + 1)
+        # Costs never fall as nodes grow: one above a larger size's was disturbed.
+        near = np.minimum.accumulate(near[::-1])[::-1]
+        part = (totals - totals[0]) / (totals[-1] - totals[0])
+        curve = _Curve(totals, near, near + added[0] + (added[1] - added[0]) * part)
+        while len(curve.totals) < MOST_POINTS:
+            curve = curve._longer()
+        return curve
+
+    def _longer(self) -> _Curve:
+        """One point more, along the last segment."""
+        more = (np.append(x, 2 * x[-1] - x[-2]) for x in (self.totals, self.near, self.far))
+        return _Curve(*more)
+
+    def seconds(self, part: float) -> NDArray[np.float64]:
+        """Times where rows are `part` of the way from near to far, or beyond."""
+        return np.maximum.accumulate(np.maximum(self.near + (self.far - self.near) * part, self.near / 2))
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the device knows of the steps of one number of rows: plain seconds, and by size totals and seconds."""
+
+    plain: float
+    totals: list[NDArray[np.int64]]
+    seconds: list[NDArray[np.float64]]
+
+    def drafted(self, size: int, nodes: int) -> float:
+        """Seconds of a step of so many nodes in all: linear between the points and along the outermost segments."""
+        x, y = self.totals[size], self.seconds[size]
+        high = int(np.clip(np.searchsorted(x, nodes), 1, len(x) - 1))
+        slope = (y[high] - y[high - 1]) / (x[high] - x[high - 1])
+        return max(float(y[high - 1] + slope * (nodes - x[high - 1])), 1e-9)
 
 
 class AutoTrees:
-    """Costs and calibration on the device, and the policy of the host."""
+    """Costs and calibration on the device, and the choice of the host."""
 
-    def __init__(self, sizes: Sizes, rows: int, max_budget: int, context: int, device: torch.device) -> None:
-        """context: most committed tokens of a row."""
-        self._sizes, self._budget, self._device = sizes, max_budget, device
-        self.nodes = tuple(n for n in NODES if n <= max_budget + 1) or (2,)
+    def __init__(self, sizes: Sizes, rows: int, context: int, device: torch.device) -> None:
+        """rows: most of a step; context: most committed tokens of a row."""
+        self._sizes, self._device = sizes, device
+        self.caps = sizes.budgets[1:]
         near = min(NEAR, max(context // 2, 1))
         self.contexts = (near, min(FAR, context // 2)) if context >= 8 * near else (near,)
         self.counts = [min(r, rows) for r in sizes.rows]
         self.calibration = sizes_op.allocate(device)
-        self.costs = {r: self._empty(r) for r in sizes.rows}
+        self.costs = {r: self._empty() for r in sizes.rows}
         """By rows of a graph."""
-        self.policy: AutoSize | None = None
-        self._plain = np.ones((len(self.contexts), len(self.counts)))
-        self._drafted = np.ones((len(self.contexts), len(self.counts), len(self.nodes)))
-        self._totals = np.array([[r * n for n in self.nodes] for r in sizes.rows], np.int64)
-        self._told = 0.0
+        self.budgets: Budgets | None = None
+        """None until costs are known."""
+        self._plain: list[list[float]] = []
+        self._curves: list[list[_Curve]] = []
+        """By number of rows and size, as far as sizes may pay."""
+        self._told: dict[int, _Told] = {}
+        self._at = 0.0
+        """The context that was told."""
+        self._expected = self._came = 0.0
+        """Running sums of tokens of steps that drafted."""
 
-    def _empty(self, rows: int) -> Costs:
-        totals = torch.tensor([rows * n for n in self.nodes], dtype=torch.int32, device=self._device)
-        return Costs(totals, torch.ones(len(self.nodes), device=self._device))
+    def _empty(self) -> Costs:
+        totals = torch.arange(1, 1 + MOST_POINTS, dtype=torch.int32, device=self._device).repeat(len(CAPS), 1)
+        return Costs(totals, torch.ones(len(CAPS), MOST_POINTS, device=self._device))
+
+    # ------------------------------------------------------------------------------------------------- what steps cost
 
     def measure(self, time: Time) -> None:
         """Time steps of every number of rows that has graphs of its own. What was accepted in them, after texts of nobody, is
         forgotten."""
-        for c, context in enumerate(self.contexts):
-            for r, count in enumerate(self.counts):
-                self._plain[c, r] = time(count, 1, context)[0]
-                found = [time(count, n, context) for n in self.nodes]
-                self._drafted[c, r] = [seconds for seconds, _ in found]
-                self._totals[r] = [total for _, total in found]
-        # Costs never fall as nodes grow: one above a larger size's was disturbed. And no two stand at one place.
-        self._drafted = np.minimum.accumulate(self._drafted[..., ::-1], axis=-1)[..., ::-1]
-        for totals in self._totals:
-            for i in range(1, len(totals)):
-                totals[i] = max(totals[i], totals[i - 1] + 1)
+        self._plain, self._curves = [], []
+        for count in self.counts:
+            self._plain.append([time(count, 1, context, 0)[0] for context in self.contexts])
+            self._curves.append(self._measured(time, count, self._plain[-1][0]))
         self.calibration.predicted.zero_()
         self.calibration.observed.zero_()
         self.calibration.ratio.fill_(1)
+        self.budgets, self._expected, self._came = Budgets(self.caps), 0.0, 0.0
         self._tell(self.contexts[0])
 
+    def _measured(self, time: Time, count: int, plain: float) -> list[_Curve]:
+        """Curves of the sizes that may pay: a step that takes longer than plain steps for all tokens that it can return never does,
+        and nor do larger ones."""
+        curves = list[_Curve]()
+        for cap in self.caps:
+            points = list[tuple[float, int]]()
+            nodes = POINTS[cap]
+            for n in nodes:
+                points.append(time(count, n, self.contexts[0], cap))
+                if len(points) > 1 and points[-1][0] > self._sizes.path * plain:
+                    break
+            ends = (nodes[0], nodes[len(points) - 1])
+            added = (0.0, 0.0)
+            if len(self.contexts) > 1:
+                far = [time(count, n, self.contexts[1], cap)[0] for n in ends]
+                added = (far[0] - points[0][0], far[1] - points[-1][0])
+            curves.append(_Curve.of(points, added))
+            if points[0][0] > self._sizes.path * plain or len(points) < len(nodes):
+                break
+        return curves
+
     def _tell(self, context: float) -> None:
-        """Give the device and the policy what steps cost where rows have `context` tokens."""
-        self._told = context
+        """Give the device and the host's choice what steps cost where rows have `context` tokens."""
+        self._at = context
         part = 0.0
         if len(self.contexts) > 1:
             part = max((context - self.contexts[0]) / (self.contexts[1] - self.contexts[0]), 0.0)
-        plain = np.maximum(self._plain[0] + (self._plain[-1] - self._plain[0]) * part, self._plain[0] / 2)
-        drafted = np.maximum(self._drafted[0] + (self._drafted[-1] - self._drafted[0]) * part, self._drafted[0] / 2)
-        drafted = np.maximum.accumulate(drafted, axis=-1)
-        table = CostTable.of(self.counts, self.nodes, drafted.tolist(), plain.tolist())
-        if self.policy is None:
-            self.policy = AutoSize(table, self._budget)
-        self.policy.costs = table
-        for r, rows in enumerate(self._sizes.rows):
-            self._send(self.costs[rows].totals, self._totals[r].astype(np.int32))
-            self._send(self.costs[rows].seconds, drafted[r].astype(np.float32))
+        for rows, times, curves in zip(self._sizes.rows, self._plain, self._curves, strict=True):
+            plain = max(times[0] + (times[-1] - times[0]) * part, times[0] / 2)
+            self._told[rows] = _Told(plain, [c.totals for c in curves], [c.seconds(part) for c in curves])
+            found = self._told[rows]
+            whole = range(len(CAPS))  # what stands in place of sizes that do not pay is not read
+            totals = np.stack([found.totals[min(c, len(curves) - 1)] for c in whole]).astype(np.int32)
+            seconds = np.stack([found.seconds[min(c, len(curves) - 1)] for c in whole]).astype(np.float32)
+            self._send(self.costs[rows].totals, totals)
+            self._send(self.costs[rows].seconds, seconds)
 
     def _send(self, to: Tensor, values: NDArray[Any]) -> None:
-        staged = pinned(4 * len(values), self._device).view(to.dtype)
+        staged = pinned(4 * values.size, self._device).view(to.dtype).view(values.shape)
         staged.copy_(torch.from_numpy(values))
         to.copy_(staged, non_blocking=True)
 
+    def plain_seconds(self, rows: int) -> float:
+        """Of a step of so many rows, between the numbers that were timed."""
+        return float(np.interp(rows, self.counts, [self._told[r].plain for r in self._sizes.rows]))
+
+    # --------------------------------------------------------------------------------------------------- how much to grow
+
+    def _load(self, rows: int) -> tuple[int, int]:
+        """The load of a step of so many decoding rows, and the largest size there, by place."""
+        place = next(i for i, r in enumerate(self._sizes.rows) if r >= rows)
+        return self._sizes.rows[place], len(self._curves[place]) - 1
+
     def sized(self, plan: StepPlan) -> StepPlan:
         """Set how much the automatic rows of a step grow; 0 where trees do not pay at this load."""
-        if self.policy is None or not any(plan.auto):
+        if self.budgets is None or not any(plan.auto):
             return plan
-        if len(self.contexts) > 1 and not self._told / MOVED <= max(plan.longest, self.contexts[0]) <= self._told * MOVED:
+        if len(self.contexts) > 1 and not self._at / MOVED <= max(plan.longest, self.contexts[0]) <= self._at * MOVED:
             self._tell(max(plan.longest, self.contexts[0]))
-        most = self.policy.budget(len(plan.rows))
+        load = self._load(sum(not chunk for chunk in plan.chunks))
+        most = self.budgets.beside(*load) if any(plan.chunks) else self.budgets.next(*load)
         budgets = tuple(min(b, most) if auto else b for b, auto in zip(plan.budgets, plan.auto, strict=True))
         return dataclasses.replace(plan, budgets=budgets, auto=tuple(auto and most > 0 for auto in plan.auto))
 
-    def learn(self, plan: StepPlan, nodes: NDArray[np.int64], expected: int) -> None:
-        """Learn from a step's live nodes [rows] and its expected tokens, as `sizes.fit` counts them."""
-        if self.policy is not None and any(plan.auto) and not any(plan.chunks):
-            largest = int(nodes[np.array(plan.auto)].max()) - 1
-            self.policy.learn(len(plan.rows), largest, int(nodes.sum()), expected / ONE)
+    def learn(self, plan: StepPlan, key: Key, expected: Sequence[int], sized: Sequence[int], came: int) -> None:
+        """Learn from a step: what `sizes.fit` has told by size (expected tokens times 2^18, nodes), and the tokens that came.
+        Steps with prompts, and those in which not all trees were grown to their graph's size, teach nothing."""
+        if self.budgets is None or key.budget == 0 or any(plan.chunks):
+            return
+        if any(b not in (0, key.budget) or b and not auto for b, auto in zip(plan.budgets, plan.auto, strict=True)):
+            return
+        rows, tried = len(plan.rows), self.caps.index(key.budget)
+        load, most = self._load(rows)
+        if tried > most:
+            return
+        self._expected = FADES * self._expected + expected[tried] / ONE
+        self._came = FADES * self._came + came
+        told, plain = self._told[key.rows], rows / self.plain_seconds(rows)
+        bias = (self._came + SURE) / (self._expected + SURE)
+        rates = [bias * expected[c] / ONE / told.drafted(c, sized[c]) for c in range(tried + 1)]
+        self.budgets.learn(load, most, [rate / plain for rate in rates])

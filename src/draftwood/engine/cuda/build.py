@@ -90,7 +90,7 @@ def build(
         parts.drafter = CudaDrafter(drafter, own, layout, comm, target, plan.max_model_len)
         parts.draft_kv = _windows(plan, drafter, layout, device)
         if options.tree_budget == "auto":
-            parts.auto = AutoTrees(Sizes.of(plan), plan.max_num_seqs, plan.max_budget, plan.max_model_len, device)
+            parts.auto = AutoTrees(Sizes.of(plan), plan.max_num_seqs, plan.max_model_len, device)
     return parts
 
 

@@ -25,6 +25,7 @@ from draftwood.kernels.kv_commit import op as commit_op
 from draftwood.kernels.rows import op as rows_op
 from draftwood.kernels.rows.ref import Verified
 from draftwood.kernels.sizes import op as sizes_op
+from draftwood.kernels.sizes.ref import CAPS, Fitted
 from draftwood.kernels.tree import op as tree_op
 from draftwood.kernels.tree.ref import NODES, Flat, Options, Table, Trees
 from draftwood.kv.store import DraftStore, LatentStore
@@ -58,12 +59,13 @@ class CudaParts(Common):
 
 @dataclass(frozen=True)
 class Results:
-    """What a step leaves for the host, of R places, in one stretch of memory `raw`: lengths before it, live nodes, the path."""
+    """What a step leaves for the host, of R places, in one stretch of memory `raw`: lengths before it, live nodes, what sizes of
+    trees would have given, the path."""
 
     raw: Tensor
     lengths: Tensor
     nodes: Tensor
-    expected: Tensor
+    fitted: Fitted
     path: Path
 
     @staticmethod
@@ -72,8 +74,8 @@ class Results:
         longs, each, wide = torch.int64, (places,), (places, width)
         return [
             ("lengths", longs, each), ("nodes", longs, each), ("counts", longs, each), ("emitted", longs, each),
-            ("final", longs, each), ("expected", longs, (1,)), ("path", longs, wide), ("tokens", longs, wide),
-            ("logprobs", torch.float32, wide),
+            ("final", longs, each), ("expected", longs, (len(CAPS),)), ("sized", longs, (len(CAPS),)), ("path", longs, wide),
+            ("tokens", longs, wide), ("logprobs", torch.float32, wide),
         ]  # fmt: skip
 
     @staticmethod
@@ -83,7 +85,7 @@ class Results:
         v = carve(buffer, fields)
         which = chosen[: places * width].view(places, width)
         path = Path(v["path"], v["counts"], v["tokens"], v["emitted"], v["final"], v["logprobs"], which)
-        return Results(buffer[: carved_bytes(fields)], v["lengths"], v["nodes"], v["expected"], path)
+        return Results(buffer[: carved_bytes(fields)], v["lengths"], v["nodes"], Fitted(v["expected"], v["sized"]), path)
 
 
 class Buffers:
@@ -220,10 +222,12 @@ class CudaStep:
         """Keep of the automatic rows' trees what pays."""
         rows, auto = self.rows, self.parts.auto
         if auto is not None:
+            if self.parts.synthetic is not None:  # a random drafter's probabilities say nothing about what will be accepted
+                rows_op.chances(rows.given("free", 1), self.trees, self.parts.synthetic)
             heat, automatic = rows.given("temperature", self.places), rows.given("automatic", self.places)
             counters = (rows.given("live", 1), rows.given("free", 1))
-            costs = auto.costs[self.key.rows]
-            sizes_op.fit(*counters, automatic, self.trees, heat, auto.calibration, costs, self.results.expected)
+            costs, own = auto.costs[self.key.rows], CAPS.index(self.key.budget)
+            sizes_op.fit(*counters, automatic, self.trees, heat, auto.calibration, costs, own, self.results.fitted)
 
     def _verify(self) -> None:
         wanted = (self.verified.index, self.verified.live) if self.key.prompts else None

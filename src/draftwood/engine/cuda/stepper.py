@@ -166,8 +166,8 @@ class CudaStepper:
         if self.auto is not None:
             self.auto.measure(self._time)
 
-    def _time(self, rows: int, nodes: int, context: int) -> tuple[float, int]:
-        key = self.sizes.key(rows, nodes - 1, False)
+    def _time(self, rows: int, nodes: int, context: int, trees: int) -> tuple[float, int]:
+        key = self.sizes.key(rows, trees, False)
         launch = self.prepare(key)
         found = []
         for _ in range(REPEATS):
@@ -297,7 +297,8 @@ class Flying:
         chunks = np.array([len(chunk) for chunk in self.plan.chunks], np.int64)
         forced = chunks > 0
         if self.auto is not None:
-            self.auto.learn(self.plan, views["nodes"][at], int(views["expected"][0]))
+            told = views["expected"].tolist(), views["sized"].tolist()
+            self.auto.learn(self.plan, self.staged.key, *told, int(views["counts"][at].sum()))
         for i, constraint in self.formed.items():
             constraint.commit(views["tokens"][at[i], : views["emitted"][at[i]]].tolist())
         nodes, counts = np.where(forced, chunks, views["nodes"][at]), np.where(forced, chunks, views["counts"][at])

@@ -29,6 +29,26 @@ advance_rows(const int* live, const int* free, const long long* ids, const unsig
   }
 }
 
+// Grid (R). logprob [R][N] of trees of the places before *free becomes what the walks that synthetic_choices makes are like, so that
+// sizes can be chosen: the first node of a depth is passed for sure up to depth `whole`, with probability `part` one deeper, and
+// never else.
+extern "C" __global__ void __launch_bounds__(32)
+synthetic_chances(const int* free, const long long* counts, const long long* depths, int N, int whole, float log_part, float never,
+          float* logprob) {
+  const int r = blockIdx.x;
+  pdl_wait();
+  pdl_go();
+  if (r >= load_int(free) || threadIdx.x) return;
+  const int n = (int)load_long(counts + r);
+  int deepest = 0;
+  for (int i = 1; i < n; i++) {
+    const long long at = (long long)r * N + i;
+    const int depth = (int)load_long(depths + at);
+    logprob[at] = depth <= deepest ? never : depth <= whole ? 0.f : depth == whole + 1 ? log_part : never;
+    deepest = max(deepest, depth);
+  }
+}
+
 // Grid (R). Changes the choices at nodes of the places before *free (where [R][N] -> m) so that a walk accepts `whole` nodes
 // beyond the root, or one more with probability `part` (a hash of seed and length), or as many as the tree is deep.
 extern "C" __global__ void __launch_bounds__(32)

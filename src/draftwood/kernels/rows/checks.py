@@ -49,6 +49,21 @@ def advance(free: int, pieces: int, room: int, device: str, history: bool) -> No
     assert scenario.same(state, want)
 
 
+def chances(mean: float, device: str) -> float:
+    """Log-probabilities are the reference's, of decoding places only; return what they say a row returns on average."""
+    rows = 64
+    trees = scenario.trees(rows, device, 5)
+    want = copy.deepcopy(trees)
+    free = torch.tensor([rows - 3], dtype=torch.int32, device=device)
+    before = trees.logprob[rows - 3 :].clone()
+    op.chances(free, trees, mean)
+    ref.chances(free, want, mean)
+    assert scenario.same(trees, want) and torch.equal(trees.logprob[rows - 3 :], before)
+    live = (torch.arange(NODES, device=device) < trees.counts[:, None])[: rows - 3, 1:]
+    deep = torch.stack([trees.depths[r, : int(trees.counts[r])].max() for r in range(rows - 3)]) >= mean - 1
+    return float(1 + (trees.logprob[: rows - 3, 1:].exp() * live).sum(1)[deep].mean())
+
+
 def synthetic(mean: float, device: str) -> float:
     """Choices are the reference's, walks accept what was wanted or all that the tree is deep; return the mean accept length."""
     rows = 64

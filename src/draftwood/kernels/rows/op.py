@@ -1,4 +1,7 @@
-"""Checks and launches of what begins and ends a step: `begin`, `select`, `advance`, `synthetic`. Nothing waits for the host."""
+"""Checks and launches of what begins and ends a step: `begin`, `select`, `advance`, and for measuring `synthetic` and `chances`.
+
+Nothing waits for the host.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from torch import Tensor
 from draftwood.kernels import jit
 from draftwood.kernels.accept.ref import Path
 from draftwood.kernels.check import Variant
-from draftwood.kernels.rows.ref import Places, State, Verified
+from draftwood.kernels.rows.ref import NEVER, Places, State, Verified, log_part
 from draftwood.kernels.tree.ref import Flat, Trees
 
 _FOLDER = File(__file__).parent
 _NULL = np.uint64(0)
-_THREADS = {"begin_step": 64, "list_verified": 64, "advance_rows": 32, "synthetic_choices": 32}
-_FILES = {"begin_step": "begin.cu", "list_verified": "begin.cu", "advance_rows": "advance.cu", "synthetic_choices": "advance.cu"}
+_THREADS = {"begin_step": 64, "list_verified": 64, "advance_rows": 32, "synthetic_choices": 32, "synthetic_chances": 32}
+_FILES = {name: "begin.cu" if name in ("begin_step", "list_verified") else "advance.cu" for name in _THREADS}
 WIDEST = 128
 """Most nodes of a row: two words of ancestors."""
 _COUNT, _LONGS, _INTS, _BYTES = (torch.int32, 1), (torch.int64, None), (torch.int32, None), (torch.uint8, None)
@@ -117,6 +120,21 @@ def advance(places: Places, state: State, lengths: Tensor, path: Path, history_r
          np.int32(path.tokens.shape[1]), history_rows if counted else _NULL, lines if counted else _NULL,
          np.int32(0 if lines is None else lines.shape[1]),
          state.lengths, state.roots),
+        pdl=True,
+    )  # fmt: skip
+
+
+def chances(free: Tensor, trees: Trees, mean: float) -> None:
+    """Make log-probabilities of R = len(trees.counts) places those of synthetic walks; see ref.chances. Raises ValueError."""
+    r = len(trees.counts)
+    width = _fit_trees(trees, r)
+    _fit(1, free=(free, _COUNT))
+    if mean < 1:
+        raise ValueError(f"walks return at least 1 token on average; not {mean}")
+    whole, last = log_part(mean)
+    _kernel("synthetic_chances", trees.counts.device.index or 0)(
+        r, _THREADS["synthetic_chances"],
+        (free, trees.counts, trees.depths, np.int32(width), np.int32(whole), np.float32(last), np.float32(NEVER), trees.logprob),
         pdl=True,
     )  # fmt: skip
 

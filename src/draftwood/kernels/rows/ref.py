@@ -6,6 +6,7 @@ of known tokens. Several pieces may belong to one row. What a row is beyond a st
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +102,30 @@ def advance(places: Places, state: State, lengths: Tensor, path: Path, history_r
             inside = new[(new >= 0) & (new < state.history.shape[1])]
             two = torch.full(inside.shape, 2, dtype=torch.int32, device=inside.device)
             state.history[int(history_rows[r])].index_add_(0, inside, two)
+
+
+NEVER = -30.0
+"""Log-probability of what does not happen."""
+
+
+def log_part(mean: float) -> tuple[int, float]:
+    """Nodes that a synthetic walk of `mean` tokens passes for sure, and the log-probability that it passes one more."""
+    whole = int(mean - 1)
+    part = mean - 1 - whole
+    return whole, max(math.log(part), NEVER) if part > 0 else NEVER
+
+
+def chances(free: Tensor, trees: Trees, mean: float) -> None:
+    """Set log-probabilities of the trees of decoding places to those of synthetic walks of `mean` tokens: of the first node of each
+    depth, which such walks take."""
+    whole, last = log_part(mean)
+    for r in range(min(int(free), len(trees.counts))):
+        deepest = 0
+        for i in range(1, int(trees.counts[r])):
+            depth = int(trees.depths[r, i])
+            found = NEVER if depth <= deepest or depth > whole + 1 else last if depth > whole else 0.0
+            trees.logprob[r, i] = found
+            deepest = max(deepest, depth)
 
 
 def wanted(seed: int, length: int, mean: float) -> int:

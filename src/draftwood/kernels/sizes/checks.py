@@ -28,15 +28,17 @@ def grown(rows: int, device: str, seed: int) -> Trees:
 
 
 def costs(kind: str, device: str) -> ref.Costs:
-    """flat: nodes are free; steep: every node costs a step; mixed: between."""
-    totals = torch.tensor([1, 2, 9, 65, 520, 4160, 8320], dtype=torch.int32, device=device)
+    """flat: nodes are free; steep: every node costs a step; mixed: between. Graphs of larger caps cost a twentieth more each."""
+    totals = torch.tensor([1, 2, 9, 65, 520, 4160, 8320], dtype=torch.int32, device=device).repeat(len(ref.CAPS), 1)
     slope = {"flat": 0.0, "steep": 1.0, "mixed": 0.004}[kind]
-    return ref.Costs(totals, (0.01 * (1 + slope * totals.float())).contiguous())
+    graph = 1 + torch.arange(len(ref.CAPS), device=device)[:, None] / 20
+    return ref.Costs(totals, (0.01 * graph * (1 + slope * totals.float())).float().contiguous())
 
 
-def fit(free: int, places: int, kind: str, device: str) -> tuple[Trees, Trees, torch.Tensor, ref.Costs]:
+def fit(free: int, places: int, kind: str, device: str, own: int = 3) -> tuple[Trees, Trees, torch.Tensor, ref.Costs]:
     """Sizes are the reference's. Return trees before and after, chances' heat and the costs."""
     before = grown(places, device, 7)
+    before.counts.clamp_(max=ref.CAPS[own] + 1)
     g = torch.Generator().manual_seed(1)
     automatic = (torch.rand(places, generator=g) < 0.8).to(device, torch.uint8)
     heat = torch.tensor([0.0, 0.6, 1.0], device=device).repeat(places)[:places].contiguous()
@@ -45,10 +47,13 @@ def fit(free: int, places: int, kind: str, device: str) -> tuple[Trees, Trees, t
     live = torch.tensor([places - (places > free + 1)], dtype=torch.int32, device=device)
     decoding = torch.tensor([free], dtype=torch.int32, device=device)
     ours, theirs = copy.deepcopy(before), copy.deepcopy(before)
-    gains = torch.zeros(2, 1, dtype=torch.int64, device=device)
-    op.fit(live, decoding, automatic, ours, heat, known, costs(kind, device), gains[0])
-    ref.fit(live, decoding, automatic, theirs, heat, known, costs(kind, device), gains[1])
-    assert scenario.same(ours, theirs) and torch.equal(gains[0], gains[1]) and int(gains[0]) >= free * ref.ONE
+    found, want = op.allocate_fitted(device), op.allocate_fitted(device)
+    found.expected.fill_(-5)
+    op.fit(live, decoding, automatic, ours, heat, known, costs(kind, device), own, found)
+    ref.fit(live, decoding, automatic, theirs, heat, known, costs(kind, device), own, want)
+    assert scenario.same(ours, theirs) and scenario.same(found, want)
+    assert bool((found.expected[: own + 1] >= free * ref.ONE).all()) and not bool(found.expected[own + 1 :].any())
+    assert int(found.sized[own]) == int(ours.counts[: int(live)].sum())
     kept = ours.counts == before.counts
     assert bool((kept | (automatic > 0)).all()) and bool(kept[free:].all()) and bool((ours.counts >= 1).all())
     return before, ours, heat, costs(kind, device)
@@ -58,7 +63,7 @@ def learn(free: int, places: int, device: str) -> None:
     """What is known after many steps is the reference's, and stays bounded."""
     known = op.allocate(device)
     want = copy.deepcopy(known)
-    for turn in range(12):
+    for turn in range(12 if free < 64 else 4):
         trees, path = grown(places, device, turn), scenario.path(places, 8, device, turn)
         path.nodes.copy_((torch.arange(8, device=device) * (1 + turn % 3)).expand(places, 8))
         heat = torch.tensor([0.0, 0.6, 1.0], device=device).repeat(places)[:places].contiguous()

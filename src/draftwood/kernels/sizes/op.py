@@ -12,7 +12,7 @@ from torch import Tensor
 from draftwood.kernels import jit
 from draftwood.kernels.accept.ref import Path
 from draftwood.kernels.check import Variant
-from draftwood.kernels.sizes.ref import CLASSES, KINDS, MEMORY, PRIOR, Calibration, Costs
+from draftwood.kernels.sizes.ref import CAPS, CLASSES, KINDS, MEMORY, PRIOR, Calibration, Costs, Fitted
 from draftwood.kernels.tree.ref import Trees
 
 _FILE = File(__file__).parent / "sizes.cu"
@@ -40,6 +40,11 @@ def allocate(device: torch.device | str) -> Calibration:
     return Calibration(counts[0], counts[1], torch.ones(KINDS, CLASSES, device=device))
 
 
+def allocate_fitted(device: torch.device | str) -> Fitted:
+    """Make the output of `fit`."""
+    return Fitted(*(torch.zeros(len(CAPS), dtype=torch.int64, device=device) for _ in range(2)))
+
+
 def _fits(name: str, x: Tensor, dtype: torch.dtype, least: int) -> None:
     if x.dtype != dtype or x.numel() < least or not x.is_contiguous():
         raise ValueError(f"{name} must be {dtype} [{least}] contiguous; it is {x.dtype} {tuple(x.shape)}")
@@ -58,25 +63,30 @@ def fit(
     heat: Tensor,
     calibration: Calibration,
     costs: Costs,
-    expected: Tensor,
+    own: int,
+    out: Fitted,
 ) -> None:
     """Cut the trees of R = len(trees.counts) places to the sizes that pay most; see ref.fit. Raises ValueError."""
-    r, points = len(trees.counts), len(costs.totals)
+    r, points = len(trees.counts), costs.totals.shape[-1]
     for name, x, dtype, least in (
         ("live", live, torch.int32, 1), ("free", free, torch.int32, 1), ("automatic", automatic, torch.uint8, r),
         ("heat", heat, torch.float32, r), ("counts", trees.counts, torch.int64, r),
-        ("ratio", calibration.ratio, torch.float32, KINDS * CLASSES), ("totals", costs.totals, torch.int32, points),
-        ("seconds", costs.seconds, torch.float32, points), ("expected", expected, torch.int64, 1),
+        ("ratio", calibration.ratio, torch.float32, KINDS * CLASSES),
+        ("totals", costs.totals, torch.int32, len(CAPS) * points), ("seconds", costs.seconds, torch.float32, len(CAPS) * points),
+        ("expected", out.expected, torch.int64, len(CAPS)), ("sized", out.sized, torch.int64, len(CAPS)),
     ):  # fmt: skip
         _fits(name, x, dtype, least)
     _lines_fit("logprob", trees.logprob, torch.float32, r, 1 + MOST_NODES)
-    if not (1 <= r <= MOST_ROWS and 1 <= points <= MOST_POINTS):
-        raise ValueError(f"1 to {MOST_ROWS} places and 1 to {MOST_POINTS} points of a cost table; not {r} and {points}")
+    if not (1 <= r <= MOST_ROWS and 1 <= points <= MOST_POINTS and 0 <= own < len(CAPS)):
+        raise ValueError(
+            f"1 to {MOST_ROWS} places, 1 to {MOST_POINTS} points of a cost table and one of {len(CAPS)} caps; "
+            f"not {r}, {points}, {own}"
+        )
     width = np.int32(trees.logprob.shape[1])
     _kernel("fit_sizes", trees.counts.device.index or 0)(
         1, _THREADS["fit_sizes"],
         (live, free, np.int32(r), width, automatic, trees.logprob, heat, calibration.ratio, costs.totals, costs.seconds,
-         np.int32(points), trees.counts, expected),
+         np.int32(points), np.int32(own), trees.counts, out.expected, out.sized),
         pdl=True,
     )  # fmt: skip
 

@@ -18,6 +18,8 @@ EDGES = (-8.0, -6.0, -5.0, -4.0, -3.0, -2.5, -2.0, -1.5, -1.0, -0.7, -0.4, -0.2,
 """Of the classes of log-probabilities."""
 WARM = 0.8
 KINDS, CLASSES, BINS = 3, len(EDGES) + 1, 257
+CAPS = (8, 16, 32, 64)
+"""Nodes beyond the root that trees are grown to; a step with each is a graph of its own, with its own costs."""
 ONE = 1 << 18
 PER_OCTAVE = 23.083120
 PRIOR, MEMORY = 4.0, 64.0
@@ -35,7 +37,8 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds float32 [points] of a step with so many nodes in all, totals int32 [points] ascending."""
+    """Seconds float32 [caps, points] of a step with so many nodes in all, totals int32 [caps, points] ascending, in the graph of
+    each cap."""
 
     totals: Tensor
     seconds: Tensor
@@ -50,9 +53,18 @@ def _class(logprob: Tensor) -> Tensor:
     return (edges < logprob[..., None]).sum(-1)
 
 
-def seconds_at(costs: Costs, total: int) -> Tensor:
-    """Seconds of a step with `total` nodes, float32 as the kernel has it."""
-    totals, seconds = costs.totals.tolist(), costs.seconds
+@dataclass(frozen=True)
+class Fitted:
+    """What a step would return and be, by cap: expected int64 [caps], tokens of all decoding places on average, times 2^18; sized
+    int64 [caps], its nodes. 0 for caps that trees were not grown to."""
+
+    expected: Tensor
+    sized: Tensor
+
+
+def seconds_at(costs: Costs, cap: int, total: int) -> Tensor:
+    """Seconds of a step with `total` nodes in the graph of a cap, float32 as the kernel has it."""
+    totals, seconds = costs.totals[cap].tolist(), costs.seconds[cap]
     if len(totals) == 1:
         return seconds[0]
     high = 1
@@ -77,15 +89,16 @@ def fit(
     heat: Tensor,
     calibration: Calibration,
     costs: Costs,
-    expected: Tensor,
+    own: int,
+    out: Fitted,
 ) -> None:
-    """Cut the counts of the trees of decoding places with `automatic` uint8 [R]; expected int64 [1]: what all decoding places
-    return on average then, times 2^18. See sizes.cu."""
+    """Cut the counts of the trees of decoding places with `automatic` uint8 [R], of at most CAPS[own] nodes beyond the root, to
+    what pays most; and say so for all smaller caps, without cutting. See sizes.cu."""
     rows = len(trees.counts)
     places = min(rows, int(live))
     decoding = min(places, int(free))
     nodes, gain = 0, decoding * ONE
-    in_bin, gain_in, bins = [0] * BINS, [0] * BINS, dict[int, list[int]]()
+    in_bin, gain_in, bins = [[0] * BINS for _ in CAPS], [[0] * BINS for _ in CAPS], dict[int, list[int]]()
     for r in range(places):
         n = int(trees.counts[r])
         if r >= decoding or not bool(automatic[r]):
@@ -101,20 +114,31 @@ def fit(
             continue
         octaves = torch.where(gains > 0, minus_log(p.where(gains > 0, 1.0)) * torch.tensor(PER_OCTAVE), float(BINS))
         bins[r] = octaves.int().clamp(max=BINS - 1).tolist()
-        for b, g in zip(bins[r], gains.tolist(), strict=True):
-            in_bin[b] += 1
-            gain_in[b] += g
-    expected[0] = gain
-    best, most = -1, torch.tensor(float(gain)) / seconds_at(costs, nodes)
-    for b in range(BINS):
-        if in_bin[b]:
-            nodes, gain = nodes + in_bin[b], gain + gain_in[b]
-            rate = torch.tensor(float(gain)) / seconds_at(costs, nodes)
-            if rate > most:
-                best, most, expected[0] = b, rate, gain
+        for i, (b, g) in enumerate(zip(bins[r], gains.tolist(), strict=True), 1):
+            cap = next(c for c, most in enumerate(CAPS) if i <= most)
+            in_bin[cap][b] += 1
+            gain_in[cap][b] += g
+    out.expected.zero_()
+    out.sized.zero_()
+    last = -1
+    for cap in range(own + 1):
+        more = [(sum(x[b] for x in in_bin[: cap + 1]), sum(x[b] for x in gain_in[: cap + 1])) for b in range(BINS)]
+        last, out.expected[cap], out.sized[cap] = _best(costs, cap, nodes, gain, more)
     for r, found in bins.items():
-        size = next((i for i, b in enumerate(found) if b > best), len(found))
-        trees.counts[r] = size + 1
+        size = next((i for i, b in enumerate(found) if b > last), len(found))
+        trees.counts[r] = min(size, CAPS[own]) + 1
+
+
+def _best(costs: Costs, cap: int, nodes: int, gain: int, more: list[tuple[int, int]]) -> tuple[int, int, int]:
+    """The last bin to take (-1: none), and the gain and nodes of the step then. more: of each bin its nodes and their gain."""
+    last, kept, size, most = -1, gain, nodes, torch.tensor(float(gain)) / seconds_at(costs, cap, nodes)
+    for b, (count, won) in enumerate(more):
+        if count:
+            nodes, gain = nodes + count, gain + won
+            rate = torch.tensor(float(gain)) / seconds_at(costs, cap, nodes)
+            if rate > most:
+                last, most, kept, size = b, rate, gain, nodes
+    return last, kept, size
 
 
 def learn(free: Tensor, trees: Trees, heat: Tensor, path: Path, calibration: Calibration) -> None:

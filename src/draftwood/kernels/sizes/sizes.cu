@@ -1,11 +1,15 @@
 // How large each tree should be, decided where the trees are: the smaller tree is a prefix, so a size is a number.
 //
 // `fit` takes nodes of all rows in order of their gain, the chance that a node is accepted, and stops where expected tokens per
-// second of the step are most; gains are counted in 16 bins per octave, all nodes of a bin are taken or none. `learn` corrects the
-// drafter's probabilities by what was accepted. Sums are of integers, so they have no order.
+// second of the step are most; gains are counted in 16 bins per octave, all nodes of a bin are taken or none. It does so for every
+// cap up to the one that trees were grown to, each with costs of its own, for a step with a smaller cap is another graph: one of
+// them cuts the trees, the others tell what would have been. `learn` corrects the drafter's probabilities by what was accepted.
+// Sums are of integers, so they have no order.
 #include "../tree/numbers.cuh"
 
-constexpr int FIT_THREADS = 512, LEARN_THREADS = 256, ROWS = 256, MOST = 64, BINS = 257, KINDS = 3, EDGES = 14, CLASSES = EDGES + 1;
+constexpr int FIT_THREADS = 512, LEARN_THREADS = 256, ROWS = 256, MOST = 64, BINS = 257;
+constexpr int KINDS = 3, EDGES = 14, CLASSES = EDGES + 1;
+constexpr int CAPS = 4;                                                      // trees of at most 8, 16, 32 and 64 nodes beyond the root
 constexpr float COLD_HEAT = 1e-5f, WARM_HEAT = .8f;
 constexpr float ONE = 262144.f, PER_OCTAVE = 23.083120f;                     // 2^18; 16 / log 2
 
@@ -27,6 +31,8 @@ __device__ __forceinline__ int class_of(float logprob) {                     // 
   return found;
 }
 
+__device__ __forceinline__ int cap_of(int node) { return (node > 8) + (node > 16) + (node > 32); }
+
 // Seconds of a step with `total` nodes: linear between the points, and along the first or last segment beyond them.
 __device__ __forceinline__ float seconds_at(const int* totals, const float* seconds, int points, int total) {
   int high = 1;
@@ -37,20 +43,23 @@ __device__ __forceinline__ float seconds_at(const int* totals, const float* seco
 }
 
 // One block. Of `live` places the first `free` decode. counts [R] (cut for rows with automatic[r]), logprob [R][N], heat [R];
-// ratio [KINDS][CLASSES]; totals, seconds [points] ascending. *expected: tokens that decoding places return on average, times 2^18.
+// ratio [KINDS][CLASSES]; totals, seconds [CAPS][points], totals ascending. For caps 0 .. own: expected, tokens that decoding
+// places return on average, times 2^18, and sized, the nodes of the step; 0 for larger caps. The trees are cut as cap `own` has
+// it.
 extern "C" __global__ void __launch_bounds__(FIT_THREADS)
 fit_sizes(const int* live, const int* free, int R, int N, const unsigned char* automatic, const float* logprob, const float* heat,
-          const float* ratio, const int* totals, const float* seconds, int points, long long* counts,
-          long long* expected) {
+          const float* ratio, const int* totals, const float* seconds, int points, int own, long long* counts,
+          long long* expected, long long* sized) {
   __shared__ unsigned short bin_of[ROWS * MOST];
-  __shared__ long long gain_in[BINS], fixed_gain;                            // 128 rows of 64 sure nodes are 2^31 units
-  __shared__ int nodes_in[BINS], fixed_nodes, best;
+  __shared__ long long gain_in[CAPS][BINS], fixed_gain;                      // 128 rows of 64 sure nodes are 2^31 units
+  __shared__ int nodes_in[CAPS][BINS], fixed_nodes, best;
   const int tid = threadIdx.x, lane = tid & 31;
   pdl_wait();
   pdl_go();
   const int places = min(R, load_int(live)), decoding = min(places, load_int(free));
-  for (int i = tid; i < BINS; i += FIT_THREADS) { nodes_in[i] = 0; gain_in[i] = 0; }
+  for (int i = tid; i < CAPS * BINS; i += FIT_THREADS) { nodes_in[i / BINS][i % BINS] = 0; gain_in[i / BINS][i % BINS] = 0; }
   if (tid == 0) { fixed_nodes = 0; fixed_gain = 0; }
+  if (tid < CAPS) { expected[tid] = 0; sized[tid] = 0; }
   __syncthreads();
   for (int r = tid >> 5; r < places; r += FIT_THREADS / 32) {                // a warp per row
     const int n = (int)load_long(counts + r);
@@ -80,32 +89,39 @@ fit_sizes(const int* live, const int* free, int R, int N, const unsigned char* a
       const int gain = (int)mul_rn(p, ONE);
       if (!chosen) { add_long(&fixed_gain, gain); continue; }
       const float octaves = gain > 0 ? mul_rn(minus_log(p), PER_OCTAVE) : (float)BINS;
-      const int bin = min((int)octaves, BINS - 1);
+      const int bin = min((int)octaves, BINS - 1), cap = cap_of(i);
       bin_of[r * MOST + i - 1] = (unsigned short)bin;
-      add_int(nodes_in + bin, 1);
-      add_long(gain_in + bin, gain);
+      add_int(&nodes_in[cap][bin], 1);
+      add_long(&gain_in[cap][bin], gain);
     }
   }
   __syncthreads();
-  if (tid == 0) {
-    int nodes = fixed_nodes, found = -1;
+  if (lane == 0 && tid >> 5 <= own) {                                        // a warp per cap
+    const int cap = tid >> 5;
+    const int* at = totals + cap * points;
+    const float* cost = seconds + cap * points;
+    int nodes = fixed_nodes, found = -1, kept_nodes = nodes;
     long long gain = fixed_gain + (long long)decoding * (int)ONE;
     long long kept = gain;
-    float most = div_rn((float)gain, seconds_at(totals, seconds, points, nodes));
+    float most = div_rn((float)gain, seconds_at(at, cost, points, nodes));
     for (int bin = 0; bin < BINS; bin++) {
-      if (!nodes_in[bin]) continue;
-      nodes += nodes_in[bin];
-      gain += gain_in[bin];
-      const float rate = div_rn((float)gain, seconds_at(totals, seconds, points, nodes));
-      if (rate > most) { most = rate; found = bin; kept = gain; }
+      int more = 0;
+      long long won = 0;
+      for (int c = 0; c <= cap; c++) { more += nodes_in[c][bin]; won += gain_in[c][bin]; }
+      if (!more) continue;
+      nodes += more;
+      gain += won;
+      const float rate = div_rn((float)gain, seconds_at(at, cost, points, nodes));
+      if (rate > most) { most = rate; found = bin; kept = gain; kept_nodes = nodes; }
     }
-    best = found;
-    *expected = kept;
+    if (cap == own) best = found;
+    expected[cap] = kept;
+    sized[cap] = kept_nodes;
   }
   __syncthreads();
   for (int r = tid; r < decoding; r += FIT_THREADS) {
     if (!automatic[r]) continue;
-    const int n = (int)load_long(counts + r);
+    const int n = (int)min(load_long(counts + r), (long long)(8 << own) + 1);
     int size = 0;
     while (size < n - 1 && (int)bin_of[r * MOST + size] <= best) size++;
     counts[r] = size + 1;

@@ -30,10 +30,10 @@ def test_unfit_tensors_are_refused_in_one_line() -> None:
     trees, known, one = checks.grown(2, "cpu", 0), op.allocate("cpu"), torch.ones(1, dtype=torch.int32)
     heat, flags = torch.zeros(2), torch.ones(2, dtype=torch.uint8)
     with pytest.raises(ValueError, match="heat must be"):
-        op.fit(one, one, flags, trees, heat.double(), known, checks.costs("flat", "cpu"), torch.zeros(1, dtype=torch.int64))
+        op.fit(one, one, flags, trees, heat.double(), known, checks.costs("flat", "cpu"), 0, op.allocate_fitted("cpu"))
     good = {
         "live": one, "free": one, "automatic": flags, "trees": trees, "heat": heat, "calibration": known,
-        "costs": checks.costs("flat", "cpu"), "expected": torch.zeros(1, dtype=torch.int64),
+        "costs": checks.costs("flat", "cpu"), "own": 3, "out": op.allocate_fitted("cpu"),
     }  # fmt: skip
     for name, fault in (
         ("automatic", {"automatic": flags[:1]}), ("heat", {"heat": heat[:1]}), ("logprob", {"trees": _narrow(trees)}),
@@ -43,18 +43,20 @@ def test_unfit_tensors_are_refused_in_one_line() -> None:
     path = scenario.path(2, 8, "cpu")
     with pytest.raises(ValueError, match="path must be"):
         op.learn(one, trees, heat, dataclasses.replace(path, nodes=path.nodes[0]), known)
-    with pytest.raises(ValueError, match="points of a cost table"):
-        many = ref.Costs(torch.arange(33, dtype=torch.int32), torch.ones(33))
-        op.fit(one, one, flags, trees, heat, known, many, torch.zeros(1, dtype=torch.int64))
+    many = ref.Costs(torch.arange(33, dtype=torch.int32).repeat(4, 1), torch.ones(4, 33))
+    for fault in ({"costs": many}, {"own": 4}):
+        with pytest.raises(ValueError, match="points of a cost table and one of 4 caps"):
+            op.fit(**{**good, **fault})
 
 
 class TestOnDevice:
     pytestmark = gpu
 
+    @pytest.mark.parametrize("own", [0, 1, 3])
     @pytest.mark.parametrize("kind", ["flat", "steep", "mixed"])
     @pytest.mark.parametrize(("free", "places"), checks.CASES)
-    def test_sizes_are_the_references(self, free: int, places: int, kind: str) -> None:
-        checks.fit(free, places, kind, "cuda")
+    def test_sizes_are_the_references(self, free: int, places: int, kind: str, own: int) -> None:
+        checks.fit(free, places, kind, "cuda", own)
 
     @pytest.mark.parametrize(("free", "places"), checks.CASES)
     def test_what_was_accepted_corrects_the_ratios(self, free: int, places: int) -> None:
