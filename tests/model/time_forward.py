@@ -1,8 +1,9 @@
 """Where a forward's time goes, on a CUDA device: `python -m tests.model.time_forward [FILE] [--layers 9] [--cases 1x0,1x8]`.
 
 A forward of full-width K2.6 with random weights is captured whole, and again without one family of kernels at a time (results are
-then wrong; times are not): the difference is what that family costs between its neighbours, prefetching and gaps included. Other
-reaches of what is asked for in L2, and two other orders of the kernels, are timed whole. One JSON line each on stdout.
+then wrong; times are not): the difference is what that family costs between its neighbours, prefetching and gaps included. Kernels
+beside each other, other reaches of what is asked for in L2, and two other orders of kernels are timed whole. One line of JSON each
+on stdout.
 """
 
 import argparse
@@ -136,7 +137,7 @@ def case(target: CudaTarget, rows: int, budget: int, context: int) -> tuple[Forw
     target.reserve([bucket])
     forward = target.bind(bucket)
     memory = Memory(target.config, rows, -(-(context + budget + 1) // 64), "cuda")
-    memory.cache.normal_()
+    memory.cache.normal_(generator=torch.Generator("cuda").manual_seed(rows))
     trees = [
         Row(r, context, torch.randint(0, 160000, (1 + budget,), generator=g).tolist(), random_tree(1 + budget, r))
         for r in range(rows)
@@ -145,8 +146,16 @@ def case(target: CudaTarget, rows: int, budget: int, context: int) -> tuple[Forw
     return forward, functools.partial(forward, step.flat, step.lengths, step.counts, step.table, memory.cache)
 
 
-REACHES = ((0, 0), (16, 0), (0, 16), (8, 8), (16, 16), (24, 24), (32, 32))
+ORDERS = (("parts", False), ("whole", False), ("beside", False), ("parts", True), ("beside", True))
+"""How the router is launched, and whether queries are turned beside the absorption (`CudaTarget.router`, `apart`)."""
+REACHES = ((16, 16), (16, 0), (0, 0), (0, 16), (8, 8), (24, 24), (32, 32))
 """MiB that are asked for in L2 of o and of the shared expert (`model.cuda.ahead.Reach`)."""
+CHOICES = [
+    *((router, apart, Reach()) for router, apart in ORDERS),
+    *(("beside", True, Reach(o << 20, shared << 20)) for o, shared in REACHES[1:3]),
+    *(("parts", False, Reach(o << 20, shared << 20)) for o, shared in REACHES[1:]),
+]
+"""What is timed whole, the likeliest to matter first."""
 
 
 class Report:
@@ -185,7 +194,7 @@ class Bench:
         self.layers = asked.layers
 
     def whole(self, rows: int, budget: int) -> None:
-        """As it is, beside its bytes; then with other reaches."""
+        """As it is, beside its bytes; then with other choices, whose bits must be the same."""
         forward, run = case(self.target, rows, budget, self.context)
         experts = distinct(run)
         floor = total(work.traffic(self.target.sizes, [1 + budget] * rows, self.context, experts)) / self.peak
@@ -194,25 +203,18 @@ class Bench:
             rows=rows, budget=budget, ms=took * 1e3, floor_ms=floor * 1e3, x_floor=took / floor, experts=experts,
             launches=total(work.launches(self.target.sizes, forward.bucket)),
         )  # fmt: skip
-        for o, shared in REACHES:
-            if not self.report.late:
-                self.target.reach = Reach(o << 20, shared << 20)
-                took = timed(case(self.target, rows, budget, self.context)[1], "", self.names)
-                self.report.line(rows=rows, budget=budget, asked_for=f"{o}+{shared} MiB", ms=took * 1e3)
-        self.target.reach = Reach()
-        for form in route_op.FORMS[1:]:
-            if forward.bucket.tokens <= route_op.WHOLE_ROWS and not self.report.late:
-                for reach in (Reach(), Reach(shared=0)):
-                    self.target.router, self.target.reach = form, reach
-                    took = timed(case(self.target, rows, budget, self.context)[1], "", self.names)
-                    asked = f"{reach.o >> 20}+{reach.shared >> 20} MiB"
-                    self.report.line(rows=rows, budget=budget, router=form, asked_for=asked, ms=took * 1e3)
-        for router in ("parts", "beside"):
-            self.target.router, self.target.apart, self.target.reach = router, True, Reach()
-            if not self.report.late:
-                took = timed(case(self.target, rows, budget, self.context)[1], "", self.names)
-                self.report.line(rows=rows, budget=budget, router=router, queries="apart", ms=took * 1e3)
-        self.target.router, self.target.apart = "parts", False
+        want = run()[0].clone()
+        for router, apart, reach in CHOICES:
+            if self.report.late or (router != "parts" and forward.bucket.tokens > route_op.WHOLE_ROWS):
+                continue
+            self.target.router, self.target.apart, self.target.reach = router, apart, reach
+            other = case(self.target, rows, budget, self.context)[1]
+            took = timed(other, "", self.names)
+            self.report.line(
+                rows=rows, budget=budget, router=router, apart=apart, asked_for=f"{reach.o >> 20}+{reach.shared >> 20} MiB",
+                ms=took * 1e3, same_bits=bool(torch.equal(other()[0], want)),
+            )  # fmt: skip
+        self.target.router, self.target.apart, self.target.reach = "parts", False, Reach()
         self.report.line(rows=rows, budget=budget, order=LATE, ms=timed(run, LATE, self.names) * 1e3)
 
     def families(self, rows: int, budget: int) -> None:

@@ -303,6 +303,7 @@ def candidates(shape: Shape, n: int) -> tuple[Form, ...]:
     return tuple(dict.fromkeys((*forms_for(shape, n), *gmma_forms(shape, *_passes(n)))))
 
 
+@functools.cache
 def form_for(shape: Shape, n: int, machine: Machine = H200) -> Form:
     """Return what runs `n` rows of x."""
     return forms_for(shape, n, machine)[0]
