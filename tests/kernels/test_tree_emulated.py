@@ -105,7 +105,7 @@ def make_logits(r: int, d: int, v: int, dtype: torch.dtype, kind: str, seed: int
     [(8192, BF16, "normal"), (16392, torch.float32, "normal"), (8200, BF16, "ties"), (8192, BF16, "equal"), (24, BF16, "hostile"),
      (9000, torch.float32, "hostile"), (8192, BF16, "heavy")],
 )  # fmt: skip
-def test_candidates_are_the_references_to_the_bit(v: int, dtype: torch.dtype, kind: str) -> None:
+def test_candidates_are_the_references_to_the_bit(v: int, dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     r, d = 3, 2
     logits = make_logits(r, d, v, dtype, kind)
     heat, budgets = torch.tensor([0.0, 1.0, 0.6]), torch.tensor([4, 1, 64], dtype=torch.int32)
@@ -122,6 +122,15 @@ def test_candidates_are_the_references_to_the_bit(v: int, dtype: torch.dtype, ki
             few = op.candidates(logits, heat, budgets, given, op.allocate(r, d, v, "cpu"), seeds, lengths, norms=0)
             for name in ("ids", "z", "places"):
                 assert same(getattr(few, name), getattr(want, name)), name
+        if v > 2 * numbers.SEGMENT or kind != "normal" and v > numbers.SEGMENT:  # one block reads all segments
+            with monkeypatch.context() as patch:
+                patch.setattr(op, "_MANY_BLOCKS", 1)
+                for norms in (d, 0) if noisy else (d,):
+                    one = op.candidates(
+                        logits, heat, budgets, given, op.allocate(r, d, v, "cpu"), seeds if noisy else None, lengths, norms=norms
+                    )
+                    for name in ("ids", "z", "places", "norm")[: 4 if norms else 3]:
+                        assert same(getattr(one, name), getattr(want, name)), (name, noisy, norms)
         if not noisy:
             continue
         spec_noise = torch.stack([noise.gumbel(seeds, lengths[:, None] + 1 + i, v)[:, 0] for i in range(d)], 1)

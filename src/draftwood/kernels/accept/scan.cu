@@ -15,59 +15,15 @@
 #ifndef FILTERS
 #define FILTERS 1        // 0: no row of the batch has min-p, top-k or top-p
 #endif
-constexpr int MOST = 32, WARPS = SEGMENT_THREADS / 32; // segments of a vocabulary
+constexpr int MOST = 32; // segments of a vocabulary
 constexpr float LEAST_NOISE = -3.2f, MOST_NOISE = 23.f;                        // gumbel lies within (-3.14, 22.9)
 
 // What a block knows of its segments, the i-th of them at [i]. Orders (float_order) of values, 0: nothing yet.
 struct Found {
   u32 peak[MOST], raw_peak[MOST], first[MOST];         // largest z, and raw logit; greedy: the lowest id that has it
   u64 key[MOST];                                       // otherwise the choice's key
-  float sum[MOST][WARPS];
+  float sum[MOST][SEGMENT_WARPS];
 };
-__device__ __forceinline__ float value_of(u32 order) { return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order); }
-__device__ __forceinline__ u32 order_of(float v) { return float_order(fmaxf(v, minus_infinity())); }     // NaN: as -inf
-
-#ifdef EMULATION
-inline void raise(u32* p, u32 v) { *p = max(*p, v); }
-inline void raise(u64* p, u64 v) { *p = max(*p, v); }
-inline void lower(u32* p, u32 v) { *p = min(*p, v); }
-inline u32 up_to(float v) { return v >= 4294967040.f ? ~0u : (u32)v; }
-#else
-__device__ __forceinline__ void raise(u32* p, u32 v) { atomicMax(p, v); }      // integers: their maximum has no order
-__device__ __forceinline__ void raise(u64* p, u64 v) { atomicMax(p, v); }
-__device__ __forceinline__ void lower(u32* p, u32 v) { atomicMin(p, v); }
-__device__ __forceinline__ u32 up_to(float v) { return __float2uint_rz(v); }   // beyond the integers: the largest
-#endif
-
-__device__ __forceinline__ float highest_of(const float (&v)[PER]) {
-  float most = v[0];
-#pragma unroll
-  for (int j = 1; j < PER; j++) most = fmaxf(most, v[j]);
-  return most;
-}
-// Largest of the block's values as an order; one barrier.
-__device__ __forceinline__ u32 block_peak(float most, u32* peak) {
-  const u32 order = warp_max_u32(order_of(most));
-  if ((threadIdx.x & 31) == 0) raise(peak, order);
-  __syncthreads();
-  return *peak;
-}
-// This warp's part of the sum of exp(v - peak) (numbers.py, segment_sums).
-__device__ __forceinline__ void warp_exp_sum(const float (&v)[PER], float peak, float* sums) {
-  const float from = peak > minus_infinity() ? peak : 0.f;
-  float sum = 0.f;
-#pragma unroll
-  for (int j = 0; j < PER; j++) sum = add_rn(sum, exp_of(sub_rn(v[j], from)));
-#pragma unroll
-  for (int d = 16; d > 0; d >>= 1) sum = add_rn(sum, __shfl_xor_sync(ALL_LANES, sum, d));
-  if ((threadIdx.x & 31) == 0) sums[threadIdx.x >> 5] = sum;
-}
-__device__ __forceinline__ float sum_of(const float* sums) {                   // the warps in their order
-  float sum = sums[0];
-#pragma unroll
-  for (int w = 1; w < WARPS; w++) sum = add_rn(sum, sums[w]);
-  return sum;
-}
 
 // Of four tokens from `token` on those whose bits are within `bound`: the best key. Rare.
 __device__ __noinline__ u64 best_of_four(float4 z, uint4 bits, u32 bound, int token) {
@@ -88,9 +44,7 @@ __device__ __forceinline__ u64 best_drawn(const float (&v)[PER], int s, const No
     if (!__ballot_sync(ALL_LANES, add_rn(high, MOST_NOISE) >= least)) continue;
     const int token = token_of(s, 4 * q);
     const Bits bits = philox((u32)token >> 2, a.position, a.seed);
-    // gumbel <= -log((bits + 1/2) / 2^32): z + gumbel reaches `least` only if bits <= 2^32 exp(z - least). The slack covers rounding.
-    const float gap = add_rn(sub_rn(high, least), fma_rn(fabsf(least), 1e-6f, 0.01f));
-    const u32 bound = high >= least ? ~0u : up_to(mul_rn(exp2_fast(mul_rn(gap, 1.44269504f)), 4294967296.f));
+    const u32 bound = allowed_bits(high, least, 1.f);
     const u32 lowest = min(min(bits.word[0], bits.word[1]), min(bits.word[2], bits.word[3]));
     const bool some = lowest <= bound && high > minus_infinity();
     if (!__ballot_sync(ALL_LANES, some)) continue;
@@ -107,7 +61,7 @@ struct Share { int m, first, every; };
 // Of the nodes that rows have come to (front [R], -1: none), so many blocks for each that all blocks have something to read. False if
 // this block has nothing. All threads call it.
 __device__ __noinline__ bool find_share(Share& share, const int* front, int R, int segments) {
-  __shared__ int counts[WARPS];
+  __shared__ int counts[SEGMENT_WARPS];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   int live = 0, every = 1;
 #pragma unroll 1
@@ -121,7 +75,7 @@ __device__ __noinline__ bool find_share(Share& share, const int* front, int R, i
       __syncthreads();
       int before = seen + __popc(bits & ((1u << lane) - 1));
 #pragma unroll 1
-      for (int w = 0; w < WARPS; w++) { before += w < warp ? counts[w] : 0; seen += counts[w]; }
+      for (int w = 0; w < SEGMENT_WARPS; w++) { before += w < warp ? counts[w] : 0; seen += counts[w]; }
       if (pass && mine >= 0 && before == (int)blockIdx.x / every) share = {mine, (int)blockIdx.x % every, every};
       __syncthreads();
     }

@@ -22,6 +22,8 @@ _NULL = np.uint64(0)
 MOST_ROWS, MOST_DEPTH, MOST_VOCAB = 65535, 15, 32 * SEGMENT
 _THREADS = {"pick": 512, "merge": 512, "rank_children": 256, "grow": 128, "flatten": 128}
 _GROW_TABLE_THREADS = 512
+_MANY_BLOCKS = 1056
+"""Four times what a large GPU runs at once."""
 _GROW_SHARED = (19_456, 83_968)
 """Bytes of a row's growth without and with a previous-token table; grow.cu asserts them."""
 
@@ -48,7 +50,7 @@ class Lists:
 class Buffers:
     """What candidates and growth need for up to `rows` rows, fixed addresses.
 
-    keys int64 [rows, depth, S, 64], sums float32 [rows, depth, S, 2]: of each segment.
+    keys int64 [rows, depth, S, 64]: of each block; sums float32 [rows, depth, S, 2]: of each segment.
     """
 
     keys: Tensor
@@ -175,20 +177,27 @@ def candidates(
         return buffers.found
     found, arg, device = buffers.found, np.int32, logits.device.index or 0
     segments = -(-v // SEGMENT)
-    live = _NULL if rows is None else rows
+    parts, live = _parts(segments, r * d), _NULL if rows is None else rows
     _kernel("pick", int(logits.dtype == torch.float32), device)(
-        (segments, d, r), _THREADS["pick"],
+        (parts, d, r), _THREADS["pick"],
         (logits, np.int64(logits.stride(0)), np.int64(logits.stride(1)), temperature, given.beta,
          _NULL if seeds is None else seeds, _NULL if lengths is None else lengths, budgets, live, buffers.keys, buffers.sums,
-         arg(v), arg(norms)),
+         arg(v), arg(segments), arg(norms)),
         pdl=pdl,
     )  # fmt: skip
     _kernel("merge", 0, device)(
         (d, r), _THREADS["merge"],
-        (buffers.keys, buffers.sums, budgets, live, found.ids, found.z, found.places, found.norm, arg(segments), arg(norms)),
+        (buffers.keys, buffers.sums, budgets, live, found.ids, found.z, found.places, found.norm, arg(parts), arg(segments),
+         arg(norms)),
         pdl=pdl,
     )  # fmt: skip
     return found
+
+
+def _parts(segments: int, lists: int) -> int:
+    """Blocks that share the segments of each of so many lists of logits: all at once for few lists; for more a block reads several
+    segments, and the bound on what may be a candidate, once known, serves them all."""
+    return next((n for n in (segments, -(-segments // 2), -(-segments // 5)) if n * lists <= _MANY_BLOCKS), -(-segments // 10))
 
 
 def grow(

@@ -2,38 +2,64 @@
 #pragma once
 #include "numbers.cuh"
 
-constexpr int SEGMENT = 8192, SEGMENT_THREADS = 512, CHUNKS = SEGMENT / SEGMENT_THREADS / 8, PER = CHUNKS * 8;
+constexpr int SEGMENT = 8192, SEGMENT_THREADS = 512, SEGMENT_WARPS = SEGMENT_THREADS / 32, CHUNKS = SEGMENT / SEGMENT_THREADS / 8, PER = CHUNKS * 8;
 
 // First token of chunk i of this thread in segment s.
 __device__ __forceinline__ int chunk_token(int s, int i) { return s * SEGMENT + (i * SEGMENT_THREADS + threadIdx.x) * 8; }
 __device__ __forceinline__ int token_of(int s, int j) { return chunk_token(s, j >> 3) + (j & 7); }
 
-// Largest of the block's values; `room` holds a float per warp. Ends with a barrier behind which room may be written again.
-__device__ __forceinline__ float block_max(float v, float* room) {
-  v = warp_max(v);
-  if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = v;
-  __syncthreads();
-  v = room[0];
+#ifdef EMULATION
+inline void raise(u32* p, u32 v) { *p = max(*p, v); }
+inline void raise(u64* p, u64 v) { *p = max(*p, v); }
+inline void lower(u32* p, u32 v) { *p = min(*p, v); }
+inline u32 up_to(float v) { return v >= 4294967040.f ? ~0u : (u32)v; }
+#else
+__device__ __forceinline__ void raise(u32* p, u32 v) { atomicMax(p, v); }      // integers: their maximum has no order
+__device__ __forceinline__ void raise(u64* p, u64 v) { atomicMax(p, v); }
+__device__ __forceinline__ void lower(u32* p, u32 v) { atomicMin(p, v); }
+__device__ __forceinline__ u32 up_to(float v) { return __float2uint_rz(v); }   // beyond the integers: the largest
+#endif
+
+__device__ __forceinline__ float value_of(u32 order) { return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order); }
+__device__ __forceinline__ u32 order_of(float v) { return float_order(fmaxf(v, minus_infinity())); }     // NaN: as -inf
+
+
+__device__ __forceinline__ float highest_of(const float (&v)[PER]) {
+  float most = v[0];
 #pragma unroll
-  for (int w = 1; w < SEGMENT_THREADS / 32; w++) v = fmaxf(v, room[w]);
-  __syncthreads();
-  return v;
+  for (int j = 1; j < PER; j++) most = fmaxf(most, v[j]);
+  return most;
 }
-// Sum of exp(v - peak) over the segment (numbers.py, segment_sums), in thread 0.
-__device__ __forceinline__ float block_exp_sum(const float (&v)[PER], float peak, float* room) {
+// Largest of the block's values as an order; one barrier.
+__device__ __forceinline__ u32 block_peak(float most, u32* peak) {
+  const u32 order = warp_max_u32(order_of(most));
+  if ((threadIdx.x & 31) == 0) raise(peak, order);
+  __syncthreads();
+  return *peak;
+}
+// This warp's part of the sum of exp(v - peak) (numbers.py, segment_sums).
+__device__ __forceinline__ void warp_exp_sum(const float (&v)[PER], float peak, float* sums) {
   const float from = peak > minus_infinity() ? peak : 0.f;
   float sum = 0.f;
 #pragma unroll
   for (int j = 0; j < PER; j++) sum = add_rn(sum, exp_of(sub_rn(v[j], from)));
 #pragma unroll
   for (int d = 16; d > 0; d >>= 1) sum = add_rn(sum, __shfl_xor_sync(ALL_LANES, sum, d));
-  if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = sum;
-  __syncthreads();
-  sum = room[0];
+  if ((threadIdx.x & 31) == 0) sums[threadIdx.x >> 5] = sum;
+}
+__device__ __forceinline__ float sum_of(const float* sums) {                   // the warps in their order
+  float sum = sums[0];
 #pragma unroll
-  for (int w = 1; w < SEGMENT_THREADS / 32; w++) sum = add_rn(sum, room[w]);
-  __syncthreads();
+  for (int w = 1; w < SEGMENT_WARPS; w++) sum = add_rn(sum, sums[w]);
   return sum;
+}
+
+// z + gumbel(bits) / turn with z <= high reaches `least` only for bits up to this: gumbel <= -log((bits + 1/2) / 2^32). The slack covers
+// rounding.
+__device__ __forceinline__ u32 allowed_bits(float high, float least, float turn) {
+  const float gap = mul_rn(add_rn(sub_rn(high, least), fma_rn(fabsf(least), 1e-6f, 0.01f)), turn);
+  const u32 some = up_to(mul_rn(exp2_fast(mul_rn(gap, 1.44269504f)), 4294967296.f));
+  return high >= least ? ~0u : high > minus_infinity() ? some : 0;
 }
 
 // log sum exp of a row from its segments' (peak, sum), S <= 32; all lanes of a warp call it and get the result.
