@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftwood.bench import device
+from draftwood import plan
+from draftwood.bench import device, step
+from draftwood.config import Options
 from draftwood.engine.cuda.record import Immediate
 from draftwood.errors import ConfigError
 from draftwood.kernels.sizes import op as sizes_op
 from draftwood.kernels.sizes import ref as sizes_ref
 from draftwood.model import costs
-from tests import cuda_refs
+from tests import cuda_refs, gpu_step
 from tests.engine.cuda_nano import engine, made_plan
 
 
@@ -67,6 +69,32 @@ def test_every_case_has_its_times_bytes_and_tokens(monkeypatch):
     assert lines[1]["prompt_tokens"] == 192 and lines[0]["synthetic_accept"] == 2.5
     assert device.show(lines).count("\n") == 6
     assert some.idle and some.scheduler.available == some.plan.num_pages
+
+
+TABLE = [(1, 0), (64, 0), (1, 8), (1, 16), (1, 32), (1, 64), (8, 8), (32, 8), (128, 8), (128, 32)]
+"""Rows and budgets that a GPU's steps are held to."""
+
+
+@pytest.mark.parametrize(("rows", "budget"), TABLE)
+def test_the_cases_of_the_table_fit_one_h200_by_the_plan(rows: int, budget: int) -> None:
+    asked = Options(
+        model="k2.6", device="cuda", load_format="dummy", routed_experts=48, tree_spine=True, synthetic_accept=4.2,
+        tree_budget=budget, max_num_seqs=rows, max_model_len=step.CONTEXT + step.ROOM,
+    )  # fmt: skip
+    made = plan.decide(asked, plan.find(asked), plan.HARDWARE["h200"])
+    assert costs.total(made.memory) <= plan.HARDWARE["h200"].memory
+    assert (made.max_num_seqs, made.max_budget, made.max_model_len) == (rows, budget, step.CONTEXT + step.ROOM)
+    needed = -(-(step.CONTEXT + budget + 1) // made.page_size) * rows
+    assert needed <= made.num_pages  # the rows that are timed have pages of their own
+
+
+def test_the_parts_of_the_gpu_script_cover_the_table() -> None:
+    found = set()
+    for _, command in gpu_step.PARTS.values():
+        if "k2.6" in command and "auto" not in " ".join(command) and "--layers" not in command:
+            rows, budgets = (command[command.index(flag) + 1].split(",") for flag in ("--rows", "--budgets"))
+            found |= {(int(r), int(b)) for r in rows for b in budgets}
+    assert found >= set(TABLE)
 
 
 def test_long_steps_are_timed_less_often_and_a_few_times_at_least():
