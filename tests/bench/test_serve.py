@@ -48,8 +48,16 @@ class TestAgainstAServer:
             sum(run[f"total_{kind}_tokens"] for run in runs) for kind in ("input", "output")
         ]
         assert [(run["completed"], run["failed"], run["max_concurrent_requests"]) for run in runs] == [(5, 0, 1), (5, 0, 3)]
-        assert all(run["spec_decode_acceptance_length"] > 1 for run in runs)
-        kept = json.loads(saved.read_text())["runs"]
+        for run in runs:
+            assert (
+                run["spec_decode_acceptance_length"] == 1 + run["spec_decode_accepted_tokens"] / run["spec_decode_num_drafts"] > 1
+            )
+            assert 0 < run["spec_decode_acceptance_rate"] < 100
+        kept = [json.loads(line) for line in saved.read_text().splitlines()]
+        assert [sum(run[f"{kind}_lens"]) for run in kept for kind in ("input", "output")] == [
+            run[f"total_{kind}_tokens"] for run in runs for kind in ("input", "output")
+        ]
+        assert [1e3 * sum(run["ttfts"]) / 5 for run in kept] == pytest.approx([run["mean_ttft_ms"] for run in runs])
         assert kept[0]["generated_texts"] == kept[1]["generated_texts"]
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             for i, body in enumerate(serve._built_in("chat")[:5]):
@@ -216,7 +224,8 @@ def test_the_command_line_of_options_asks_for_the_same_options():
     assert options_from(parser.parse_args(local.flags(options))) == options
 
 
-def test_percentiles_of_nothing_are_unknown():
+def test_percentiles_and_acceptance_of_nothing_are_unknown():
+    assert set(serve.acceptance({}, {}).values()) == {None}
     assert set(serve._percentiles("tpot", []).values()) == {None}
     assert serve._percentiles("tpot", [0.001, 0.003])["mean_tpot_ms"] == pytest.approx(2)
 

@@ -147,6 +147,18 @@ def test_logprobs_are_there_for_every_token_streamed_or_not(client):
     assert [(t.token, t.bytes) for t in streamed] == [(t.token, t.bytes) for t in content]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logprobs_are_those_of_plain_decoding(client, temperature):
+    given = {"model": "nano", "messages": QUESTION, "max_tokens": 40, "seed": 6, "temperature": temperature}
+    asks = [{**given, "logprobs": True, "top_logprobs": 5, "extra_body": {"tree_budget": budget}} for budget in (0, 16)]
+    plain, trees = (client.chat.completions.create(**one) for one in asks)
+    places = list(zip(plain.choices[0].logprobs.content, trees.choices[0].logprobs.content, strict=True))
+    assert len(places) == plain.usage.completion_tokens > 8
+    for one, other in places:
+        assert one.token == other.token and one.logprob == pytest.approx(other.logprob, abs=1e-2)
+        assert [t.logprob for t in one.top_logprobs] == pytest.approx([t.logprob for t in other.top_logprobs], abs=1e-2)
+
+
 def test_filters_penalties_and_bias_reach_the_engine(client, server):
     greedy = text(ask(client, PROMPTS[0], temperature=0))
     for filtered in ({"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0}):

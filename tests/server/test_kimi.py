@@ -105,6 +105,21 @@ def test_an_answer_cut_inside_its_reasoning_has_no_content():
     assert answer.usage.completion_tokens_details.reasoning_tokens == answer.usage.completion_tokens == 3
 
 
+def test_reasoning_is_never_more_than_the_answer_wherever_it_ends():
+    count = len(vocabulary.tokenizer().encode(ANSWER, allow_special=True))
+    ends = [{"max_tokens": most} for most in range(1, count, 3)] + [{"stop": stop} for stop in ("see", ".</", "I look", '"q"')]
+    with serving(lambda: FakeLLM(script=runs(ANSWER, 1), thinks=True)) as server:
+        for end in [{}, *ends]:
+            whole, chunks = chat(server, tools=[TOOL], **end), chat(
+                server, tools=[TOOL], stream=True, stream_options={"include_usage": True}, **end
+            )
+            usage, reason = whole.usage, whole.choices[0].finish_reason
+            assert usage == chunks[-1].usage and reason == chunks[-2].choices[0].finish_reason
+            assert 0 < usage.completion_tokens_details.reasoning_tokens <= usage.completion_tokens <= count
+            assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+            assert reason == ("length" if "max_tokens" in end else "stop" if "stop" in end else "tool_calls")
+
+
 @pytest.mark.parametrize(
     ("fields", "thinking"),
     [

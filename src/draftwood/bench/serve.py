@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TIMES = {"ttft": "TTFT ms", "tpot": "TPOT ms", "itl": "ITL ms", "e2el": "E2E ms"}
 COLUMNS = ("run", "done", "failed", "req/s", "tok/s", *(c for name in TIMES.values() for c in (name, "p99")), "accept")
-_SPEC = ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
+_SPEC = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default 0)")
     group.add_argument("--seed", type=int, default=1, help="seed of arrivals and of the first request (default 1)")
     group.add_argument("--timeout", type=float, default=600.0, help="seconds until a silent request counts as failed (default 600)")
-    group.add_argument("--save-result", type=Path, metavar="FILE", help="write the JSON, with every request's times and text")
+    group.add_argument(
+        "--save-result", type=Path, metavar="FILE", help="write a line of JSON a run, with every request's times and text"
+    )
     group.add_argument("--json", action="store_true", help="end with one line of JSON")
     remote.add_arguments(parser, "serve MODEL meanwhile")
     add_options(parser)
@@ -167,7 +169,7 @@ async def _measure(
             for load in loads:
                 before = await _counters(client)
                 result = await run_load(client, path, asked, load, args.seed, bar.update)
-                results.append(summary(result, server.model, path, _accept_length(before, await _counters(client))))
+                results.append(summary(result, server.model, path, acceptance(before, await _counters(client))))
     return results
 
 
@@ -192,13 +194,21 @@ async def _counters(client: httpx.AsyncClient) -> dict[str, float]:
     return found
 
 
-def _accept_length(before: dict[str, float], after: dict[str, float]) -> float | None:
-    drafts, accepted = (after.get(name, 0.0) - before.get(name, 0.0) for name in _SPEC)
-    return 1 + accepted / drafts if drafts > 0 else None
+def acceptance(before: dict[str, float], after: dict[str, float]) -> dict[str, float | None]:
+    """What the server's counters say of drafts between two readings; None of nothing."""
+    drafts, tokens, accepted = (after.get(name, 0.0) - before.get(name, 0.0) for name in _SPEC)
+    known = drafts > 0 and tokens > 0
+    return {
+        "spec_decode_acceptance_length": 1 + accepted / drafts if known else None,
+        "spec_decode_acceptance_rate": 100 * accepted / tokens if known else None,
+        "spec_decode_num_drafts": int(drafts) if known else None,
+        "spec_decode_draft_tokens": int(tokens) if known else None,
+        "spec_decode_accepted_tokens": int(accepted) if known else None,
+    }
 
 
-def summary(result: Result, model: str, path: str, accept_length: float | None) -> dict[str, Any]:
-    """Return a run with the keys of `vllm bench serve`; lists are by request, `spec_decode_acceptance_length` None if unknown."""
+def summary(result: Result, model: str, path: str, accepted: dict[str, float | None]) -> dict[str, Any]:
+    """Return a run with the keys of `vllm bench serve`; lists are by request, `accepted` as from `acceptance`."""
     good = [a for a in result.answers if not a.error]
     inputs, outputs = sum(a.prompt_tokens for a in good), sum(a.completion_tokens for a in good)
     load, seconds = result.load, result.seconds
@@ -213,7 +223,7 @@ def summary(result: Result, model: str, path: str, accept_length: float | None) 
         **_percentiles("tpot", [a.per_token for a in good if a.per_token is not None]),
         **_percentiles("itl", [gap for a in good for gap in a.gaps]),
         **_percentiles("e2el", [a.latency for a in good]),
-        "spec_decode_acceptance_length": accept_length,
+        **accepted,
         **_lists(result.answers),
     }  # fmt: skip
 
@@ -245,7 +255,8 @@ def _cells(r: dict[str, Any]) -> list[Any]:
 
 
 def _save(file: Path, results: Sequence[dict[str, Any]]) -> None:
+    """Write one object a line, as `vllm bench serve --save-result` does for one run and with --append-result for more."""
     try:
-        file.write_text(report.json_line({"runs": list(results)}) + "\n", encoding="utf-8")
+        file.write_text("".join(report.json_line(result) + "\n" for result in results), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--save-result {file} cannot be written: {error.strerror}; the table above is the result") from None

@@ -133,7 +133,7 @@ def tool_grammar(
         raise RequestError(f"this model's vocabulary has no token {missing.args[0]}; it cannot be made to call tools",
                            "tool_choice") from None  # fmt: skip
     once = name is not None or not parallel
-    number = str(first) if once and first is not None else "[0-9]{1,3}"
+    number = str(first) if once and first is not None else "(0|[1-9][0-9]{0,2})"
     calls = []
     for i, function in chosen:
         at = f"tools[{i}].function.parameters"

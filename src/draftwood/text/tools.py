@@ -72,7 +72,7 @@ class ToolArguments:
 
 @dataclass(frozen=True)
 class ToolEnd:
-    """Call `index` is over. `complete` is False when max_tokens cut it."""
+    """Call `index` is over. `complete` is False when max_tokens or a stop string cut it."""
 
     index: int
     complete: bool = True
@@ -227,7 +227,10 @@ class AnswerParser:
         return self._drain()
 
     def finish(self, reason: str | None = "stop") -> list[Event]:
-        """End the answer, for the engine's reason; return what was held back. Once."""
+        """End the answer, for the engine's reason, None for a stop string; return what was held back. Once.
+
+        Only a model that stops by itself ends a call that has begun its arguments.
+        """
         self._flush("")
         if self._state is _State.ARGUMENTS:
             self._end_call(complete=reason == "stop")
@@ -519,7 +522,7 @@ class AnswerStream:
             text = "".join(text for _, text in self._queue)[: self._sure]
             events += self._parser.push(-1, text)
         self._queue.clear()
-        events += self._parser.finish("stop" if stop is not None else reason)
+        events += self._parser.finish(reason if stop is None else None)
         return Part(events, 0, stop)
 
     def _show(self, text: str, events: list[Event]) -> None:
