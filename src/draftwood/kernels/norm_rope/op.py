@@ -238,10 +238,12 @@ def query_rope(
     _count_fits(rows)
     if n:
         riders, asked = _riders(ahead)
+        per_row = -(-heads * p // 1024)
         _rope_kernel(x.device.index, "query_rope", (("P_WIDTH", p),))(
-            (n + riders, -(-heads * p // 1024)), 128,
+            n * per_row + riders, 128,
             (x, out, turns, positions, _or_null(rows), np.int32(heads), np.int64(x.stride(0)), np.int64(x.stride(1)),
-             np.int64(out.stride(0)), np.int64(out.stride(1)), np.int32(turns.shape[0]), np.int32(n), *asked, np.int32(apart)),
+             np.int64(out.stride(0)), np.int64(out.stride(1)), np.int32(turns.shape[0]), np.int32(n), *asked,
+             np.int32(per_row), np.int32(apart)),
             pdl=True,
         )  # fmt: skip
     return out
