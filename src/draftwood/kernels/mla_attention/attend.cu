@@ -58,7 +58,7 @@ static_assert(Place::end == SHARED_BYTES, "the launcher computes another size of
 #endif
 
 // Of a thread: values need more than their share. Together no more than the block was given.
-constexpr int SCORE_REGISTERS = 120, VALUE_REGISTERS = 192;
+constexpr int SCORE_REGISTERS = MT == 4 ? 136 : 120, VALUE_REGISTERS = (504 - SCORE_REGISTERS) / 2;
 constexpr bool SHIFT = VALUE_WARPS == 8 && BLOCKS == 1;
 static_assert(SCORE_THREADS * SCORE_REGISTERS + VALUE_THREADS * VALUE_REGISTERS <= 168 * THREADS || !SHIFT, "more registers than a block has");
 
@@ -102,9 +102,6 @@ __device__ __forceinline__ u32 p_at(int t, int k, int turn, int high) {
 static_assert(MT < 4 || (ROPE == 64 && LATENT % 64 == 0), "probabilities fit the rotary columns");
 
 
-// The tile from position k is the last of its unit, or of the job.
-__device__ __forceinline__ bool unit_ends(int k, bool last) { return last || ((k + TILE) & (size_at(k, UNIT) - 1)) == 0; }
-
 // ------------------------------------------------------------------------------------------------- scores
 constexpr float SLACK = 8.f;                           // a maximum moves when it is outgrown by a factor of 256: seldom
 
@@ -132,13 +129,16 @@ template <int M> struct Pair {
 #pragma unroll
       for (int e = 0; e < 2; e++) load16(a[t][e], qa + ((t * PAIRS + i) * 2 + e) * 512);
   }
-  __device__ __forceinline__ void multiply(float (&x)[2][S::LINES16][S::KEYS8][4]) const {
+  __device__ __forceinline__ void multiply(float (&x)[2][S::LINES16][S::KEYS8][4], bool first) const {
 #pragma unroll
     for (int e = 0; e < 2; e++)
 #pragma unroll
       for (int t = 0; t < S::LINES16; t++)
 #pragma unroll
-        for (int n = 0; n < S::KEYS8; n++) mma(x[e][t][n], a[t][e], b[n][e * 2], b[n][e * 2 + 1]);
+        for (int n = 0; n < S::KEYS8; n++) {
+          if (first) mma_first(x[e][t][n], a[t][e], b[n][e * 2], b[n][e * 2 + 1]);
+          else mma(x[e][t][n], a[t][e], b[n][e * 2], b[n][e * 2 + 1]);
+        }
   }
 };
 
@@ -146,19 +146,13 @@ template <int M>
 __device__ __forceinline__ void products(float (&s)[Split<M>::LINES16][Split<M>::KEYS8][4], u32 qa, u32 ka) {
   using S = Split<M>;
   float x[2][S::LINES16][S::KEYS8][4];
-#pragma unroll
-  for (int e = 0; e < 2; e++)
-#pragma unroll
-    for (int t = 0; t < S::LINES16; t++)
-#pragma unroll
-      for (int n = 0; n < S::KEYS8; n++) x[e][t][n][0] = x[e][t][n][1] = x[e][t][n][2] = x[e][t][n][3] = 0.f;
   Pair<M> f[S::AHEAD + 1];
 #pragma unroll
   for (int k = 0; k < S::AHEAD; k++) f[k].load(k, qa, ka);
 #pragma unroll
   for (int k = 0; k < PAIRS; k++) {
     if (k + S::AHEAD < PAIRS) f[(k + S::AHEAD) % (S::AHEAD + 1)].load(k + S::AHEAD, qa, ka);
-    f[k % (S::AHEAD + 1)].multiply(x);
+    f[k % (S::AHEAD + 1)].multiply(x, k == 0);
   }
 #pragma unroll
   for (int t = 0; t < S::LINES16; t++)
@@ -193,20 +187,24 @@ template <int M> __device__ __forceinline__ void score_role(int begin, int tiles
     products<M>(s, qa, ka + (key0 >> 5 ? high : slot) * HALF_BYTES);
     slot = high + 1 >= HALVES ? 0 : high + 1;
     float* maxima = shared_at<float>(Place::maxima + turn * Place::maxima_bytes);
+    bool all = count == TILE;
+#pragma unroll
+    for (int t = 0; t < S::LINES16; t++) all = all && begin + i * TILE < bases[t][0] && begin + i * TILE < bases[t][1];
+    if (!__all_sync(ALL_LANES, all))
+#pragma unroll
+      for (int t = 0; t < S::LINES16; t++)
+#pragma unroll
+        for (int n = 0; n < S::KEYS8; n++)
+#pragma unroll
+          for (int j = 0; j < 4; j++)
+            if (begin + i * TILE >= bases[t][j >> 1] || key0 + n * 8 + q2 + (j & 1) >= count) s[t][n][j] = minus_infinity();
 #pragma unroll
     for (int t = 0; t < S::LINES16; t++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const bool on = begin + i * TILE < bases[t][h];
         float most = minus_infinity();
 #pragma unroll
-        for (int n = 0; n < S::KEYS8; n++)
-#pragma unroll
-          for (int j = 0; j < 2; j++) {
-            float& v = s[t][n][h * 2 + j];
-            v = on && key0 + n * 8 + q2 + j < count ? __fmul_rn(v, scale) : minus_infinity();
-            most = fmaxf(most, v);
-          }
+        for (int n = 0; n < S::KEYS8; n++) most = fmaxf(most, fmaxf(s[t][n][h * 2], s[t][n][h * 2 + 1]));
         most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1));
         most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
         if (q2 == 0) maxima[group * M * 16 + line0 + t * 16 + h * 8] = most;
@@ -219,16 +217,17 @@ template <int M> __device__ __forceinline__ void score_role(int begin, int tiles
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const float old = m[t][h];
-        float now = old;
+        float now = minus_infinity();
 #pragma unroll
         for (int k = 0; k < S::KEY_GROUPS; k++) now = fmaxf(now, maxima[k * M * 16 + line0 + t * 16 + h * 8]);
+        now = fmaxf(old, __fmul_rn(now, scale));
         if (now <= __fadd_rn(old, SLACK)) now = old;                                          // -inf: both are, a line that is off
         const float safe = now == minus_infinity() ? 0.f : now;
         rescale[t][h] = old == minus_infinity() ? 1.f : ex2(__fsub_rn(old, safe));           // nothing yet: O is zero
         m[t][h] = now;
 #pragma unroll
         for (int n = 0; n < S::KEYS8; n++)
-          p[t][h][n] = pack_bf16(ex2(__fsub_rn(s[t][n][h * 2], safe)), ex2(__fsub_rn(s[t][n][h * 2 + 1], safe)));
+          p[t][h][n] = pack_bf16(ex2(__fmaf_rn(s[t][n][h * 2], scale, -safe)), ex2(__fmaf_rn(s[t][n][h * 2 + 1], scale, -safe)));
       }
     if (i > 1) { if (turn) bar_sync<TAKEN + 1, THREADS>(); else bar_sync<TAKEN, THREADS>(); }
     const bool ends = unit_ends(begin + i * TILE, i + 1 == tiles);

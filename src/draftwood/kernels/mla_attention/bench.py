@@ -32,7 +32,14 @@ class Bench:
     """One bucket, filled: several calls on different pages, each call one layer of a step."""
 
     def __init__(
-        self, rows: int, heads: int, nodes: int, context: int, device: torch.device, shape: str | None = None, law: op.Law = op.LAW
+        self,
+        rows: int,
+        heads: int,
+        nodes: int,
+        context: int,
+        device: torch.device,
+        shape: str | None = None,
+        law: op.Law | None = None,
     ) -> None:
         rng = np.random.default_rng(0)
         self.cache, need = _latents(device), -(-(context + nodes) // 64)

@@ -1,5 +1,5 @@
 // Fold the partials of one (node, head) in the law's order and divide: out [tokens, heads, LATENT] bf16.
-// Grid (rows * nodes * heads, ceil(LATENT / 128)), block 32 * WARPS: 128 columns. Warps prepare whole groups side by side; the
+// Grid (tokens * heads, ceil(LATENT / 128)), tokens as many as may live, block 32 * WARPS: 128 columns. Warps prepare whole groups side by side; the
 // first folds them from the left. Few lines want many warps each, many lines many small blocks.
 #include "layout.cuh"
 
@@ -56,22 +56,23 @@ template <int MOST> struct Units {
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) mla_combine(
-    const Row* rows, const Head* head, const u64* masks, int words, int nodes, int heads, const float* o, const float2* ml,
+    const Row* rows, const Head* head, const Node* live, const u64* masks, int words, int heads, const float* o, const float2* ml,
     const float* own_o, const float2* own_ml, bf16* out) {
   __shared__ __align__(16) float box[WARPS * EACH][128];
   __shared__ float2 sums[WARPS * EACH];
   __shared__ __align__(16) float4 steps[32];                      // of 32 folds: both factors, l
-  const int h = blockIdx.x % heads, node = blockIdx.x / heads % nodes, r = blockIdx.x / heads / nodes;
+  const int h = blockIdx.x % heads, n = blockIdx.x / heads;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, c = blockIdx.y * 128 + lane * 4;
   pdl_wait();
   pdl_go();
-  const Row row = rows[r];
-  if (node >= row.count) return;
+  const Node at = live[n];                                        // there is room for it, whether or not it is one
+  if (n >= head->live) return;
+  const Row row = rows[at.row];
   const int span = head->span, per = span == UNIT ? PER : 1;    // partials of a group
-  const long long token = row.token + node;
+  const long long token = row.token + at.node;
   const int p = row.length + depth_of(masks, words, token), base = base_of(p), own = p + 1 - base > TILE ? 2 : 1;
   const int parts = pieces_before(base, span), groups = (parts + per - 1) / per;
-  const long long first = row.part + node * heads + h, last = token * 2 * heads + h;
+  const long long first = row.part + at.node * heads + h, last = token * 2 * heads + h;
 
   float2 sum = make_float2(minus_infinity(), 0.f), own_sum = sum;
   float4 all = make_float4(0.f, 0.f, 0.f, 0.f), own_all = all;
@@ -148,8 +149,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) mla_combine
     all = own_all;
   }
   const float scale = __frcp_rn(sum.y);
-  const int column = (c & ~15) + (lane & 3) * 2;                  // partials keep columns in another order
-  u32* to = reinterpret_cast<u32*>(&out[((size_t)token * heads + h) * LATENT + column]);
-  to[0] = pack_bf16(__fmul_rn(all.x, scale), __fmul_rn(all.y, scale));
-  to[4] = pack_bf16(__fmul_rn(all.z, scale), __fmul_rn(all.w, scale));
+  const float v[4] = {__fmul_rn(all.x, scale), __fmul_rn(all.y, scale), __fmul_rn(all.z, scale), __fmul_rn(all.w, scale)};
+  bf16* to = &out[((size_t)token * heads + h) * LATENT];          // partials keep columns in another order (layout.cuh)
+  if (COLUMNS) {
+    to += (c >> 8) * 256 + (c >> 1 & 3) * 64 + (c >> 6 & 3) * 16 + (c >> 3 & 7);
+#pragma unroll
+    for (int i = 0; i < 4; i++) to[(i >> 1) * 64 + (i & 1) * 8] = __float2bfloat16_rn(v[i]);
+  } else {
+    to += (c & ~15) + (lane & 3) * 2;
+    reinterpret_cast<u32*>(to)[0] = pack_bf16(v[0], v[1]);
+    reinterpret_cast<u32*>(to)[4] = pack_bf16(v[2], v[3]);
+  }
 }

@@ -5,12 +5,15 @@
 //    absolute position. A tree is at most 64 deep, so they are all committed and every node of a row reads the same ones.
 //  - A unit of keys (two or more tiles) makes one independent partial (m, l, O); within it the tiles are taken in order with a
 //    running maximum. PER units are folded from the left into a group. Units start with UNIT keys and double at GROW1, at
-//    GROW2 and at GROW3: a short context is cut finely, a long one is folded rarely. The last unit and group may be short.
+//    GROW2 and at GROW3: a short context is cut finely, a long one is folded rarely. The last unit and group may be short. These
+//    numbers go by an engine's heads (sizes.py, law_for).
 //  - The keys base(p)..p, at most 128 and ancestors among them, are gathered in position order into two tiles; each is a
 //    partial, the second folded into the first. This is the node's last group.
 //  - Groups are folded from the left.
 //  - A score is the sum of two chains of mma steps, each over half of every 32 columns (attend.cu, Pair). A unit's maximum moves when a tile's is larger by
 //    more than SLACK (attend.cu). l is one more column of O, of values one.
+//  - With COLUMNS (columns.cu, Hopper only) a score is one chain of steps, each of the next 16 columns, and a tile's maximum is rounded to bf16
+//    before it is scaled; its products are other instructions too. So an engine has either these forms or the others, never both.
 // Not part of the law: which block computes what (MT, HALVES, WALK, job sizes), the number of blocks, pages, rows.
 #pragma once
 #ifdef EMULATION
@@ -24,6 +27,9 @@
 #endif
 #ifndef ROPE
 #define ROPE 64
+#endif
+#ifndef COLUMNS
+#define COLUMNS 0
 #endif
 #ifndef UNIT
 #define UNIT 128
@@ -57,6 +63,8 @@ __device__ __forceinline__ int pieces_before(int end, int size) {        // that
   auto part = [&](int from, int to, int s) { return (min(max(end - from, 0), to - from) + s - 1) / s; };
   return part(0, GROW1, size) + part(GROW1, GROW2, 2 * size) + part(GROW2, GROW3, 4 * size) + part(GROW3, WHOLE, 8 * size);
 }
+// The tile from position k is the last of its unit, or of the job.
+__device__ __forceinline__ bool unit_ends(int k, bool last) { return last || ((k + TILE) & (size_at(k, UNIT) - 1)) == 0; }
 __device__ __forceinline__ int round_up(int k, int size) {               // to where a piece begins
   const int s = size_at(k > 0 ? k - 1 : 0, size);
   return (k + s - 1) & -s;
@@ -80,12 +88,15 @@ constexpr int SHARED_KEYS = 0, OWN_KEYS = 1;
 
 struct __align__(16) Row { int length, count, token, lines; long long part, unused; };   // part: its first partial
 // span: what one partial covers (UNIT, GROUP or WHOLE). next, left: jobs taken beyond the first of each block; zero between launches.
-struct __align__(16) Head { int jobs, span; u32 next, left; };
+// live: nodes of all rows; of each of them a Node.
+struct __align__(16) Head { int jobs, span; u32 next, left; int live, unused[3]; };
+struct __align__(8) Node { int row, node; };
 
-// Partials keep each piece of 16 columns in the order in which lanes of a warp hold it: float 4q.. are columns 2q, 2q+1, 2q+8, 2q+9.
+// Partials are kept in the order in which lanes hold them. Of attend.cu: float 4q.. of each piece of 16 columns are columns 2q, 2q+1, 2q+8,
+// 2q+9. Of columns.cu: float 8 (8 (4v + w) + g) + 2t + h is column 256v + 64t + 16w + 8h + g.
 
 #ifndef EMULATION
-extern __shared__ __align__(128) unsigned char raw[];
+extern __shared__ __align__(1024) unsigned char raw[];
 // A barrier of some of the block's warps: threads that wait in it and threads that only arrive count alike.
 template <int ID, int COUNT> __device__ __forceinline__ void bar_sync() { asm volatile("bar.sync %0,%1;" ::"n"(ID), "n"(COUNT) : "memory"); }
 template <int ID, int COUNT> __device__ __forceinline__ void bar_arrive() { asm volatile("bar.arrive %0,%1;" ::"n"(ID), "n"(COUNT) : "memory"); }

@@ -21,16 +21,21 @@ from draftwood.errors import ConfigError
 from draftwood.kernels.check import Variant
 from draftwood.kernels.jit import ARCHS, SHARED_LIMIT, Kernel, Source, arch_of
 from draftwood.kernels.mla_attention.sizes import (
+    FEW,
+    HEAD_BYTES,
+    HOPPER,
     JOB_BYTES,
-    LAW,
+    MANY,
     NARROW,
+    NODE_BYTES,
     PARTIAL_BYTES,
     ROW_BYTES,
     SHAPES,
+    Form,
     Law,
     Need,
-    Shape,
     fold_warps,
+    law_for,
     need,
     shape_for,
     sizes,
@@ -41,25 +46,30 @@ MOST_NODES, MOST_ROWS = 65, 256
 LOG2E = 1.4426950408889634
 
 
-def fits(shape: Shape, arch: str, width: int) -> bool:
+def fits(shape: Form, arch: str, width: int) -> bool:
     """Whether the shape is for `arch` and a block's shared memory fits there."""
     return (shape.archs is None or arch in shape.archs) and shape.shared_bytes(width) <= SHARED_LIMIT[arch]
 
 
 def variants() -> list[Variant]:
     """Return every compiled form that an MlaAttention of K2 or nano may choose."""
-    found: list[Variant] = []
-    for latent, rope, shapes in ((512, 64, tuple(SHAPES.values())), (96, 16, (NARROW,))):
-        given = sizes(latent, rope, LAW)
-        found.append(Variant(Source(FOLDER / "plan.cu", "mla_plan", given), 256))
+    return [*_variants(512, 64, FEW), *_variants(512, 64, MANY), *_variants(96, 16, FEW)]
+
+
+def _variants(latent: int, rope: int, law: Law) -> list[Variant]:
+    shapes = tuple(SHAPES.values()) if latent == 512 else (NARROW,)
+    given, found = sizes(latent, rope, law), []
+    for columns in sorted({shape.columns for shape in shapes}):
+        archs = HOPPER if columns else ARCHS
+        found.append(Variant(Source(FOLDER / "plan.cu", "mla_plan", given | {"COLUMNS": int(columns)}), 256, archs=archs))
         for warps in (1, 4, 16):
-            found.append(Variant(Source(FOLDER / "combine.cu", "mla_combine", given | {"WARPS": warps}), warps * 32, spill=32))
-        found += [_variant(shape, latent, rope) for shape in shapes]
-    return found
+            macros = given | {"WARPS": warps, "COLUMNS": int(columns)}
+            found.append(Variant(Source(FOLDER / "combine.cu", "mla_combine", macros), warps * 32, spill=32, archs=archs))
+    return found + [_variant(shape, latent, rope, law) for shape in shapes]
 
 
-def _variant(shape: Shape, latent: int, rope: int) -> Variant:
-    source = Source(FOLDER / "attend.cu", "mla_attend", shape.macros(latent, rope, LAW))
+def _variant(shape: Form, latent: int, rope: int, law: Law) -> Variant:
+    source = Source(FOLDER / shape.file, "mla_attend", shape.macros(latent, rope, law))
     archs = tuple(a for a in ARCHS if fits(shape, a, latent + rope))
     return Variant(source, shape.threads(latent), shape.shared_bytes(latent + rope), shape.blocks, shape.spill, archs)
 
@@ -86,11 +96,12 @@ def flops(heads: int, lengths: list[int], counts: list[int], latent: int = 512, 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Work list (jobs, row_info, head) and partial results of a step; never read before it is written."""
+    """Work list (jobs, row_info, head, live) and partial results of a step; never read before it is written."""
 
     jobs: Tensor
     row_info: Tensor
     head: Tensor
+    live: Tensor
     part_o: Tensor
     part_ml: Tensor
     own_o: Tensor
@@ -103,7 +114,8 @@ def allocate(needed: Need, heads: int, latent: int, device: torch.device | str) 
     return Scratch(
         jobs=torch.zeros(needed.jobs * JOB_BYTES, dtype=torch.uint8, device=device),
         row_info=torch.zeros(needed.rows * ROW_BYTES, dtype=torch.uint8, device=device),
-        head=torch.zeros(4, dtype=torch.int32, device=device),
+        head=torch.zeros(HEAD_BYTES // 4, dtype=torch.int32, device=device),
+        live=torch.zeros(needed.tokens, NODE_BYTES // 4, dtype=torch.int32, device=device),
         part_o=floats(needed.parts, latent), part_ml=floats(needed.parts, 2),
         own_o=floats(needed.tokens, 2, heads, latent), own_ml=floats(needed.tokens, 2, heads, 2),
     )  # fmt: skip
@@ -128,7 +140,7 @@ class MlaAttention:
         latent: int = 512,
         rope: int = 64,
         shape: str | None = None,
-        law: Law = LAW,
+        law: Law | None = None,
         partial_bytes: int = PARTIAL_BYTES,
         tokens: int | None = None,
         scratch: Scratch | None = None,
@@ -141,6 +153,7 @@ class MlaAttention:
         self.tokens = rows * nodes if tokens is None else tokens
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.shape = shape_for(rows, nodes, heads, context, latent, arch(device), shape)
+        law = law_for(heads) if law is None else law
         self.span = law.unit * law.per if self.shape.walk else law.unit
         self.blocks = processors(device) * self.shape.blocks
         self._size(context, law, partial_bytes)
@@ -151,13 +164,13 @@ class MlaAttention:
     def _size(self, context: int, law: Law, partial_bytes: int) -> None:
         needed = need(self.rows, self.nodes, self.tokens, self.heads, context, self.latent, self.shape, law, partial_bytes)
         self.parts, self.max_jobs = needed.parts, needed.jobs
-        self.fold_warps = fold_warps(self.rows * self.nodes * self.heads)
+        self.fold_warps = fold_warps(self.tokens * self.heads)
         self.grid = min(self.max_jobs, self.blocks)
 
     def _buffers(self, device: torch.device, scratch: Scratch | None) -> None:
         needed = Need(self.rows, self.tokens, self.parts, self.max_jobs)
         given = allocate(needed, self.heads, self.latent, device) if scratch is None else scratch
-        self.jobs, self.row_info, self.head = given.jobs, given.row_info, given.head
+        self.jobs, self.row_info, self.head, self.live = given.jobs, given.row_info, given.head, given.live
         self.part_o, self.part_ml, self.own_o, self.own_ml = given.part_o, given.part_ml, given.own_o, given.own_ml
         held = Need(len(self.row_info) // ROW_BYTES, len(self.own_o), len(self.part_o), len(self.jobs) // JOB_BYTES)
         if not needed.within(held) or self.own_o.shape[1:] != (2, self.heads, self.latent):
@@ -166,10 +179,11 @@ class MlaAttention:
     def _load(self, law: Law, device: int) -> None:
         given = sizes(self.latent, self.rope, law)
         shared = self.shape.shared_bytes(self.latent + self.rope)
-        self._plan = _kernel("plan.cu", "mla_plan", given, device)
+        columns = {"COLUMNS": int(self.shape.columns)}
+        self._plan = _kernel("plan.cu", "mla_plan", given | columns, device)
         macros = self.shape.macros(self.latent, self.rope, law)
-        self._attend = _kernel("attend.cu", "mla_attend", macros, device, shared)
-        self._combine = _kernel("combine.cu", "mla_combine", given | {"WARPS": self.fold_warps}, device)
+        self._attend = _kernel(self.shape.file, "mla_attend", macros, device, shared)
+        self._combine = _kernel("combine.cu", "mla_combine", given | columns | {"WARPS": self.fold_warps}, device)
 
     def plan(self, lengths: Tensor, counts: Tensor, starts: Tensor) -> None:
         """Write the step's work list. lengths, counts, starts [rows] int32 or int64: committed tokens, live nodes (0 for an
@@ -178,10 +192,10 @@ class MlaAttention:
         for name, x in (("lengths", lengths), ("counts", counts), ("starts", starts)):
             _expect(name, x, (self.rows,), (torch.int32, torch.int64))
             arrays += [x, np.int32(1 if x.dtype == torch.int32 else 2)]
-        numbers: list[Any] = [np.int32(x) for x in (self.rows, self.heads, 16 * self.shape.tiles, self.span, self.blocks)]
+        numbers: list[Any] = [np.int32(x) for x in (self.rows, self.heads, self.shape.lines, self.span, self.blocks)]
         numbers += [np.int64(self.parts), np.int32(self.max_jobs)]
         grid = min(32, -(-self.max_jobs // 256))
-        self._plan(grid, 256, [*arrays, *numbers, self.jobs, self.row_info, self.head], pdl=True)
+        self._plan(grid, 256, [*arrays, *numbers, self.jobs, self.row_info, self.head, self.live], pdl=True)
 
     def __call__(self, q: Tensor, q_pe: Tensor, cache: Tensor, table: Tensor, masks: Tensor, out: Tensor) -> Tensor:
         """Attend in one layer and return `out`.
@@ -214,10 +228,10 @@ class MlaAttention:
         """The second half of a call: partial results to `out`, which is returned."""
         h = self.heads
         _expect("out", out, (self.tokens, h, self.latent), (torch.bfloat16,))
-        numbers = [self._words(masks), np.int32(self.nodes), np.int32(h)]
+        numbers = [self._words(masks), np.int32(h)]
         parts = [self.part_o, self.part_ml, self.own_o, self.own_ml]
-        grid = (self.rows * self.nodes * h, -(-self.latent // 128))
-        self._combine(grid, 32 * self.fold_warps, [self.row_info, self.head, masks, *numbers, *parts, out], pdl=True)
+        grid = (self.tokens * h, -(-self.latent // 128))
+        self._combine(grid, 32 * self.fold_warps, [self.row_info, self.head, self.live, masks, *numbers, *parts, out], pdl=True)
         return out
 
     def _words(self, masks: Tensor) -> np.int32:

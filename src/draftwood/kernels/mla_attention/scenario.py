@@ -145,7 +145,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
 
 
-def attend(step: Step, shape: str | None = None, partial_bytes: int = op.PARTIAL_BYTES, law: op.Law = op.LAW) -> Tensor:
+def attend(step: Step, shape: str | None = None, partial_bytes: int = op.PARTIAL_BYTES, law: op.Law | None = None) -> Tensor:
     """Plan and run one step with a bucket of its own sizes; what is not written stays NaN."""
     rows, tokens = len(step.lengths), step.q.shape[0]
     context = step.table.shape[1] * 64

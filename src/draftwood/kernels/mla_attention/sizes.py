@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from draftwood.errors import ConfigError
 
 PAGE = 64
-JOB_BYTES, ROW_BYTES = 64, 32
+JOB_BYTES, ROW_BYTES, HEAD_BYTES, NODE_BYTES = 64, 32, 32, 8
 MOST_JOBS = 1 << 18
 PARTIAL_BYTES = 4 << 30
 """What partial results of a bucket may take by default. If a step needs more, its blocks walk whole rows and need little."""
@@ -22,9 +23,9 @@ class Law:
     """How keys are cut, the only numbers that results depend on: `unit` keys, twice as many from each of `grow` on; `per` units
     are a group."""
 
-    unit: int = 128
-    per: int = 4
-    grow: tuple[int, int, int] = (2048, 8192, 32768)
+    unit: int
+    per: int
+    grow: tuple[int, int, int]
 
     def pieces(self, context: int, size: int) -> int:
         """Return how many units (size `unit`) or groups (`unit * per`) hold `context` keys."""
@@ -32,7 +33,18 @@ class Law:
         return sum(-(-max(0, min(context, end) - begin) // (size << i)) for i, (begin, end) in enumerate(pairwise(ends)))
 
 
-LAW = Law()
+FEW, MANY = Law(128, 4, (2048, 32768, 65536)), Law(256, 4, (4096, 16384, 65536))
+
+
+def law_for(heads: int) -> Law:
+    """Return the law of an engine with so many heads on a device. With few, one row's keys are cut finely enough for all
+    multiprocessors; with many, partial results must stay few. Nothing else may choose it."""
+    return FEW if heads <= 16 else MANY
+
+
+LARGE = ("sm_90a", "sm_100a", "sm_103a")
+"""Architectures whose blocks may have more shared memory than sm_120a's."""
+HOPPER = ("sm_90a",)
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,8 @@ class Shape:
     """A way to cut the work into blocks; tiles, halves and walk are attend.cu's macros.
 
     tiles: of 16 lines, at most, in a block. halves: slots of 32 latents. walk: blocks fold units into groups themselves. blocks:
-    how many a multiprocessor holds. archs: that it is compiled for; None: all.
+    how many a multiprocessor holds. spill: bytes of spills that were measured not to hurt. archs: that it is compiled for;
+    None: all.
     """
 
     tiles: int
@@ -49,6 +62,13 @@ class Shape:
     blocks: int = 1
     spill: int = 0
     archs: tuple[str, ...] | None = None
+    file: ClassVar[str] = "attend.cu"
+    columns: ClassVar[bool] = False
+
+    @property
+    def lines(self) -> int:
+        """Most lines of a block."""
+        return 16 * self.tiles
 
     def threads(self, latent: int) -> int:
         """Threads of a block: four warps for scores, and those that share out the columns."""
@@ -66,14 +86,52 @@ class Shape:
         return given | {"SHARED_BYTES": self.shared_bytes(latent + rope)} | sizes(latent, rope, law)
 
 
+@dataclass(frozen=True)
+class Columns:
+    """The same for columns.cu, which is for latents of 512 + 64 and multiples of 8 heads; eights, slots and walk are its macros.
+
+    eights: of lines, at most, in a block. slots: tiles of 64 latents.
+    """
+
+    eights: int
+    slots: int
+    walk: bool = False
+    spill: int = 0
+    file: ClassVar[str] = "columns.cu"
+    columns: ClassVar[bool] = True
+    archs: ClassVar[tuple[str, ...] | None] = HOPPER
+    blocks: ClassVar[int] = 1
+
+    @property
+    def lines(self) -> int:
+        """Most lines of a block."""
+        return 8 * self.eights
+
+    def threads(self, latent: int) -> int:
+        """Threads of a block: four roles of four warps."""
+        return 512
+
+    def shared_bytes(self, width: int) -> int:
+        """Dynamic shared memory of a block (the sum in columns.cu, which checks it)."""
+        keys = self.slots * PAGE + self.lines
+        return keys * 1152 + (1024 if self.eights > 8 else 0) + self.lines * (20 if self.walk else 12) + self.slots * 24 + 8
+
+    def macros(self, latent: int, rope: int, law: Law) -> dict[str, int]:
+        """Return the macros of columns.cu."""
+        given = {"EIGHTS": self.eights, "SLOTS": self.slots, "WALK": int(self.walk), "COLUMNS": 1}
+        return given | {"SHARED_BYTES": self.shared_bytes(latent + rope)} | sizes(latent, rope, law)
+
+
+Form = Shape | Columns
+
+
 def sizes(latent: int, rope: int, law: Law) -> dict[str, int]:
     """Return the macros of layout.cuh."""
     given = {"LATENT": latent, "ROPE": rope, "UNIT": law.unit, "PER": law.per}
     return given | {f"GROW{i}": k for i, k in enumerate(law.grow, 1)}
 
 
-LARGE = ("sm_90a", "sm_100a", "sm_103a")
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, Form] = {
     "u1": Shape(1, 5, archs=LARGE),
     "u1s": Shape(1, 2),
     "g1": Shape(1, 5, walk=True, archs=LARGE),
@@ -82,8 +140,12 @@ SHAPES: dict[str, Shape] = {
     "g2": Shape(2, 5, walk=True, spill=2048, archs=LARGE),
     "u4": Shape(4, 4, spill=1024, archs=LARGE),
     "g4": Shape(4, 4, walk=True, spill=8192, archs=LARGE),
+    "c1": Columns(1, 3),
+    "c9": Columns(9, 2, spill=128),
+    "d4": Columns(4, 2, walk=True, spill=2048),
 }
-"""u: partial results of units; g: of groups, or whole rows. Then tiles of 16 lines; s: little shared memory."""
+"""u: partial results of units; g: of groups, or whole rows. Then tiles of 16 lines; s: little shared memory. c, d: the same with
+lines as columns, in eights."""
 NARROW = Shape(1, 2)
 """For latents narrower than 512 (the bundled nano model's 96)."""
 
@@ -92,21 +154,27 @@ MOST_BYTES = 1 << 30
 """Of partial results of units; beyond it blocks fold units themselves, at some cost."""
 
 
+COLUMNS = False
+"""Whether Hopper takes the forms of columns.cu. All buckets or none: their bits are not those of attend.cu (layout.cuh, LAW)."""
+
+
 def choose(rows: int, nodes: int, heads: int, context: int, arch: str) -> str:
     """Return the name of the shape for a bucket's capacities, as measured on one H200: larger blocks as lines and keys grow."""
-    lines = nodes * heads
+    lines, law = nodes * heads, law_for(heads)
     work = rows * lines * context
-    fits = rows * lines * LAW.pieces(context, LAW.unit) * 2056 <= MOST_BYTES
+    fits = rows * lines * law.pieces(context, law.unit) * 2056 <= MOST_BYTES
+    if COLUMNS and arch in HOPPER and heads % 8 == 0:
+        return "d4" if not fits else "c1" if lines == 8 else "c9"
     if arch == "sm_120a":
         return "u1s" if work <= 8 << 20 else "g1s"
     if lines <= 16:
         return "u1" if rows < 32 and fits else "g1"
-    if work <= 9 << 18:
+    if work <= 1 << 20:
         return "u1" if work <= 1 << 18 else "u2"
     if rows >= 8 and lines <= 640:
         return "g2"
     if lines <= 96:
-        return "g1" if work <= 4 << 20 else "g2"
+        return "u2" if heads > 16 else "g2"
     return "u4" if fits else "g4"
 
 
@@ -129,7 +197,7 @@ class Need:
 
     def nbytes(self, heads: int, latent: int) -> int:
         """Bytes of `allocate`."""
-        work = self.jobs * JOB_BYTES + self.rows * ROW_BYTES + 16
+        work = self.jobs * JOB_BYTES + self.rows * ROW_BYTES + HEAD_BYTES + self.tokens * NODE_BYTES
         return work + (self.parts + 2 * self.tokens * heads) * (latent + 2) * 4
 
 
@@ -138,24 +206,28 @@ def fold_warps(lines: int) -> int:
     return 16 if lines <= 32 else 4 if lines <= 128 else 1
 
 
-def shape_for(rows: int, nodes: int, heads: int, context: int, latent: int, arch: str, name: str | None = None) -> Shape:
-    """Return the shape of a bucket: the one named, else `choose`'s; there is but one for narrow latents."""
+def shape_for(rows: int, nodes: int, heads: int, context: int, latent: int, arch: str, name: str | None = None) -> Form:
+    """Return the shape of a bucket: the one named, else `choose`'s; there is but one for narrow latents. Raises ConfigError for a
+    number of heads that the one named does not take."""
     if latent != 512:
         return NARROW
-    return SHAPES[choose(rows, nodes, heads, context, arch) if name is None else name]
+    shape = SHAPES[choose(rows, nodes, heads, context, arch) if name is None else name]
+    if shape.columns and heads % 8:
+        raise ConfigError(f"attention shape {name} with {heads} heads; it takes multiples of 8")
+    return shape
 
 
 def need(
-    rows: int, nodes: int, tokens: int, heads: int, context: int, latent: int, shape: Shape, law: Law = LAW,
+    rows: int, nodes: int, tokens: int, heads: int, context: int, latent: int, shape: Form, law: Law | None = None,
     partial_bytes: int = PARTIAL_BYTES,
 ) -> Need:  # fmt: skip
     """Return what an MlaAttention of this bucket uses. Raises ConfigError for partial results beyond `partial_bytes`."""
-    lines = nodes * heads
+    lines, law = nodes * heads, law_for(heads) if law is None else law
     spans = max(1, law.pieces(context, law.unit * law.per if shape.walk else law.unit))
     per_partial = latent * 4 + 8
     parts = rows * lines * spans
-    blocks = rows * -(-lines // (16 * shape.tiles))
-    own = rows * nodes * 2 * -(-heads // (16 * shape.tiles))
+    blocks = rows * -(-lines // shape.lines)
+    own = rows * nodes * 2 * -(-heads // shape.lines)
     jobs = blocks * spans + own
     if shape.walk:
         parts = min(parts, max(2 * rows * lines, partial_bytes // per_partial))

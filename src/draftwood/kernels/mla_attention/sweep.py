@@ -1,4 +1,4 @@
-"""Times every shape, and other laws, at the benchmark's sizes: what `sizes.choose` and `sizes.LAW` are filled from.
+"""Times every shape, and other laws, at the benchmark's sizes: what `choose`, `COLUMNS` and `law_for` of sizes.py are filled from.
 
 `python -m draftwood.kernels.mla_attention.sweep FOLDER [--seconds S]` runs unattended. It first checks that all shapes agree and
 that a node equals it decoded alone; then it writes one JSON line per measurement to FOLDER/mla_sweep.jsonl. A shape that breaks
@@ -25,35 +25,45 @@ from draftwood.kernels.sweep import Sweep, supervise
 
 NAME = "mla_sweep"
 tell = functools.partial(print, flush=True)
-LAWS = [op.LAW, op.Law(128, 4, (4096, 32768, 65536)), op.Law(128, 8, (4096, 8192, 32768)), op.Law(256, 4, (4096, 16384, 65536))]
+OTHER_LAWS = {
+    op.FEW: [op.Law(128, 4, (2048, 8192, 32768)), op.Law(128, 8, (2048, 32768, 65536))],
+    op.MANY: [op.Law(128, 4, (2048, 8192, 32768)), op.Law(512, 4, (8192, 32768, 131072))],
+}
+"""By the law that holds: others, tried with the forms of columns.cu."""
 CHECKED = [(8, 2500, 9, "near"), (64, 2049, 33, "wide"), (64, 63, 65, "chain"), (8, 1090, 65, "near"), (64, 0, 9, "wide")]
 """(heads, length, nodes, kind of tree)"""
 
 
+def near_best(shape: op.Form, lines: int, rows: int) -> bool:
+    """Whether the shape can be near the best for so many lines of each row."""
+    if shape.columns:
+        return lines <= 16 * shape.lines if shape.walk else (lines <= 16) == (shape.lines == 8)
+    wasted = shape.lines >= 2 * max(lines, 16) or shape.shared_bytes(576) <= jit.SHARED_LIMIT["sm_120a"]
+    return not (wasted or shape.lines == 16 and lines > 160 or shape.lines == 32 and lines > 600)
+
+
 def candidates(heads: int, nodes: int, context: int, rows: int) -> list[tuple[str, op.Law]]:
-    """Shapes that can be near the best, with every law that matters to them; the first law first for all shapes."""
-    lines, names = heads * nodes, []
-    for name, shape in op.SHAPES.items():
-        wasted = 16 * shape.tiles >= 2 * max(lines, 16) or shape.halves == 2 and (lines > 16 or shape.blocks == 1)
-        slow = shape.tiles == 1 and lines > 160 or shape.tiles == 2 and lines > 600
-        many = not shape.walk and rows * lines * op.LAW.pieces(context, op.LAW.unit) * 2056 > 1 << 30
-        if not (wasted or slow or many):
-            names.append(name)
-    laws = [law for law in LAWS if context > law.grow[0] or law.unit != 128 or law == LAWS[0]]
-    return [(name, law) for law in laws for name in names]
+    """Shapes that can be near the best with the law that holds, columns first; then columns with other laws."""
+    lines, law = heads * nodes, op.law_for(heads)
+    names = sorted((n for n, s in op.SHAPES.items() if near_best(s, lines, rows)), key=lambda n: not op.SHAPES[n].columns)
+    found = [(name, law) for name in names]
+    if context > 2048:
+        found += [(name, other) for other in OTHER_LAWS[law] for name in names if op.SHAPES[name].columns]
+    return [(n, w) for n, w in found if op.SHAPES[n].walk or rows * lines * w.pieces(context, w.unit) * 2056 <= 1 << 30]
 
 
 def sources(arch: str) -> list[jit.Source]:
     """Everything the sweep loads."""
     found: dict[str, jit.Source] = {}
-    for law in LAWS:
+    for holds, law in [(True, op.FEW), (True, op.MANY), *((False, law) for laws in OTHER_LAWS.values() for law in laws)]:
         given = op.sizes(512, 64, law)
-        one = [jit.Source(op.FOLDER / "plan.cu", "mla_plan", given)]
-        one += [jit.Source(op.FOLDER / "combine.cu", "mla_combine", given | {"WARPS": warps}) for warps in (1, 4, 16)]
         for shape in op.SHAPES.values():
-            if op.fits(shape, arch, 576):
-                one.append(jit.Source(op.FOLDER / "attend.cu", "mla_attend", shape.macros(512, 64, law)))
-        found |= {f"{s.file}{s.label()}": s for s in one}
+            if op.fits(shape, arch, 576) and (holds or shape.columns):
+                more = given | {"COLUMNS": int(shape.columns)}
+                one = [jit.Source(op.FOLDER / "plan.cu", "mla_plan", more)]
+                one += [jit.Source(op.FOLDER / "combine.cu", "mla_combine", more | {"WARPS": warps}) for warps in (1, 4, 16)]
+                one.append(jit.Source(op.FOLDER / shape.file, "mla_attend", shape.macros(512, 64, law)))
+                found |= {f"{s.file}{s.label()}": s for s in one}
     return list(found.values())
 
 
@@ -66,11 +76,11 @@ def compile_all(arch: str) -> None:
 
 
 def check(sweep: Sweep, device: torch.device, arch: str) -> None:
-    """All shapes give the bits of the first; those are near float64; nodes alone give the same bits."""
+    """All shapes of a family give the bits of its first; those are near float64; nodes alone give the same bits."""
     for heads, length, count, kind in CHECKED:
         step = scenario.make([length], [count], heads, device, seed=length, kind=kind)
         want = reference(step)
-        first: torch.Tensor | None = None
+        first: dict[bool, torch.Tensor] = {}
         line: dict[str, Any] = {}
         for name, shape in op.SHAPES.items():
             key = f"check {heads} {length} {count} {name}"
@@ -79,10 +89,12 @@ def check(sweep: Sweep, device: torch.device, arch: str) -> None:
             outs = [attend(step, name, parts) for parts in (op.PARTIAL_BYTES, 0) if shape.walk or parts]
             alone = attend(scenario.alone(step, 0, count - 1), name)
             torch.cuda.synchronize()
-            first = outs[0] if first is None else first
+            like = first.setdefault(shape.columns, outs[0])
             error = float((outs[0].double() - want).abs().max() / want.abs().max())
-            line[name] = [f"{error:.1e}", all(same(o, first) for o in outs), same(alone[0], outs[0][count - 1])]
-        sweep.say(check=f"{heads} heads, {length} + {count} {kind}", result=line, meaning="error, as first, node as alone")
+            line[name] = [f"{error:.1e}", all(same(o, like) for o in outs), same(alone[0], outs[0][count - 1])]
+        sweep.say(
+            check=f"{heads} heads, {length} + {count} {kind}", result=line, meaning="error, as first of its family, node as alone"
+        )
 
 
 def times(sweep: Sweep, device: torch.device, arch: str) -> None:
@@ -99,7 +111,7 @@ def times(sweep: Sweep, device: torch.device, arch: str) -> None:
                 sweep.say(key=key, refused=str(error))
                 continue
             us = time_graph(case.launch, len(case.tables), 5)
-            wrong = None if best else case.error()
+            wrong = None if best and not op.SHAPES[name].columns else case.error()
             if best is None or us < best[0]:
                 best = us, key, name, law
             rate = op.flops(heads, [context] * rows, [nodes] * rows) / us / 1e6

@@ -112,6 +112,11 @@ template <class T> T from_lane(T v, int lane) {
 template <class T> T __shfl_sync(u32, T v, int lane) { return from_lane(v, lane); }
 template <class T> T __shfl_xor_sync(u32, T v, int d) { return from_lane(v, (current & 31) ^ d); }
 template <class T> T __shfl_up_sync(u32, T v, int d) { const int l = current & 31; return from_lane(v, l < d ? l : l - d); }
+inline u32 __ballot_sync(u32, bool v) {
+  u32 all = 0;
+  for (int i = 0; i < 32; i++) all |= (u32)from_lane((int)v, i) << i;
+  return all;
+}
 inline bool __all_sync(u32, bool v) {
   bool all = true;
   for (int i = 0; i < 32; i++) all = from_lane((int)v, i) && all;
