@@ -13,9 +13,12 @@ FOLDER = Path(draftwood.kernels.__file__).parent
 SOURCES = sorted(path for path in FOLDER.rglob("*.cu*") if path.suffix in (".cu", ".cuh") and path.name != "common.cuh")
 EARLY = "norm_rope/pieces.cuh"
 """The one place where a kernel may go before it waits."""
-AHEAD = {"moe_route/route.cu": ("choose", "lists", "choose_lists"), "moe_int4/stream.cu": ("down_stream",)}
+AHEAD = {
+    "moe_route/route.cu": ("choose", "lists", "choose_lists"), "moe_int4/stream.cu": ("down_stream",),
+    "moe_int4/duo.cu": ("down_duo",), "moe_int4/one.cu": ("down_one",),
+}  # fmt: skip
 """Kernels that read ahead of their wait what a step has written."""
-BEFORE_THEM = ("moe_route/route.cu", "moe_int4/stream.cu", "moe_int4/share.cu", "moe_int4/tiles.cuh")
+BEFORE_THEM = ("moe_route/route.cu", *(f"moe_int4/{name}" for name in ("stream.cu", "share.cu", "split.cu", "tiles.cuh")))
 """Sources of the kernels before those."""
 
 
@@ -28,7 +31,7 @@ def code(path: Path) -> list[str]:
 def kernels(path: Path) -> dict[str, str]:
     """Bodies of a source's kernels by name, up to the next kernel."""
     parts = re.split(r'extern "C" __global__ void', "\n".join(code(path)))[1:]
-    named = (re.sub(r"^\s*(__\w+__\s*\((?:[^()]|\([^()]*\))*\)\s*)*", "", part) for part in parts)
+    named = (re.sub(r"^\s*([A-Z_]+\s+)?(__\w+__\s*\((?:[^()]|\([^()]*\))*\)\s*)*", "", part) for part in parts)
     return {re.match(r"\w+", body).group(): body for body in named}
 
 

@@ -9,7 +9,8 @@ import functools
 import pytest
 import torch
 
-from draftwood.kernels.moe_int4 import op, ref, repack
+from draftwood.kernels import jit
+from draftwood.kernels.moe_int4 import op, ref, repack, sweep
 from draftwood.kernels.moe_route import op as route_op
 from draftwood.kernels.moe_route import ref as route_ref
 from draftwood.model.int4 import pack_int4, unpack_int4
@@ -198,9 +199,11 @@ def test_a_narrow_slice_is_padded_with_nothing() -> None:
 def test_rings_of_every_depth_give_the_same_bits_over_a_long_row(arch: str, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """512 columns: 8 steps, more than any ring holds, in the down part; every architecture's forms."""
     shape = op.Shape(128, 512, 4, scaled)
-    forms = op.FORMS[arch].items()
-    names = [n for n, f in forms if f.file in ("ring", "staged") and f.warps == 4 and f.fits(shape, "down")]
-    kernels = [Emulated(op._variant(n, "down", shape, arch).source) for n in names]
+    forms = [f for f in op.FORMS[arch].values() if f.file in ("ring", "staged") and f.warps == 4]
+    if arch == "sm_90a":
+        forms.append(sweep.FORMS["g4"])
+    forms = [f for f in forms if f.fits(shape, "down")]
+    kernels = [Emulated(jit.Source(op.FOLDER / f"{f.file}.cu", f"down_{f.file}", f.macros(shape, "down"))) for f in forms]
     make = torch.Generator().manual_seed(3)
     packed, scale = pack_int4(torch.randn(1, 128, 512, generator=make))
     gate = pack_int4(torch.randn(1, 512, 128, generator=make))
@@ -213,10 +216,10 @@ def test_rings_of_every_depth_give_the_same_bits_over_a_long_row(arch: str, scal
     for early in (False, True):
         if early:
             monkeypatch.setenv("EMULATED_EARLY", "1")
-        for kernel in kernels:
+        for form, kernel in zip(forms, kernels, strict=True):
             y = torch.full((13, 128), NAN)
             jobs = torch.tensor([[0, 0, 13, 0]], dtype=torch.int32)
-            kernel((1, 1), 128, (weights.down, weights.down_scale, h, jobs, count, pairs, y))
+            kernel((1, 1), form.threads, (weights.down, weights.down_scale, h, jobs, count, pairs, y))
             assert (y - want).abs().max() < 1e-4 * want.abs().max()
             results.append(y)
     assert all(torch.equal(r, results[0]) for r in results)

@@ -5,6 +5,7 @@
 // copy16 & co: with EMULATED_EARLY set in the environment a copy happens at once (finds writes to a place still read), else
 // as late as allowed, in copy_wait (finds waits that are too short). Shared memory starts as 0xff bytes: bf16 and fp32 NaN.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -52,17 +53,31 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 namespace emulated {
 constexpr int SHARED = 232448;
 alignas(128) static unsigned char shared[SHARED];
-struct Fiber { ucontext_t context; std::vector<char> stack; bool done; };
+struct Fiber { ucontext_t context; jmp_buf at; std::vector<char> stack; bool begun = false, done = false; };
 struct Copy { u32 to; const void* from; bool zero; int bytes; };
 static std::vector<Fiber> fibers;
 static std::vector<std::deque<std::vector<Copy>>> copies;   // of each thread: groups, the last one still open
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static int current, alive;
 static std::function<void()> body;
 static bool (*unfinished)();                                // of another header: whether this thread must not end yet
 static bool early;
 static char failure[200];                                   // empty, or why the grid was given up
-inline void leave() { swapcontext(&fibers[current].context, &scheduler); }
+// Jumps, for swapcontext asks the kernel for the signal mask every time; fibers live on from block to block for the same reason.
+inline void leave() { if (!_setjmp(fibers[current].at)) _longjmp(scheduler, 1); }
+inline void thread_main();
+inline void enter(Fiber& f) {
+  if (_setjmp(scheduler)) return;
+  if (f.begun) _longjmp(f.at, 1);
+  f.begun = true;
+  f.stack.resize(1 << 16);
+  getcontext(&f.context);
+  f.context.uc_stack.ss_sp = f.stack.data();
+  f.context.uc_stack.ss_size = f.stack.size();
+  f.context.uc_link = nullptr;
+  makecontext(&f.context, thread_main, 0);
+  setcontext(&f.context);
+}
 inline void fail(const char* what) {                        // does not return: the scheduler drops all fibers
   snprintf(failure, sizeof failure, "%s, block %d %d %d thread %d", what, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x);
   leave();
@@ -98,37 +113,29 @@ inline void enqueue(const Copy& c) {
   else copies[threadIdx.x].back().push_back(c);
 }
 inline void thread_main() {
-  body();
-  for (auto& group : copies[threadIdx.x]) if (!group.empty()) fail("ends with copies on their way");
-  if (unfinished && unfinished()) fail("ends with products on their way");
-  fibers[current].done = true;
-  alive--;
-  swapcontext(&fibers[current].context, &scheduler);
+  for (;;) {                                                // a block a turn
+    body();
+    for (auto& group : copies[threadIdx.x]) if (!group.empty()) fail("ends with copies on their way");
+    if (unfinished && unfinished()) fail("ends with products on their way");
+    fibers[current].done = true;
+    alive--;
+    leave();
+  }
 }
 inline void run_block(int threads) {
-  if ((int)fibers.size() < threads) fibers.resize(threads);
-  copies.assign(threads, {});
-  for (auto& c : copies) c.push_back({});
+  if ((int)fibers.size() < threads) { fibers.resize(threads); copies.resize(threads); }
+  for (int i = 0; i < threads; i++) { fibers[i].done = false; copies[i].clear(); copies[i].push_back({}); }
   block_barrier = Barrier();
   for (auto& b : warp_barrier) b = Barrier();
   memset(shared, 0xff, SHARED);
-  for (int i = 0; i < threads; i++) {
-    Fiber& f = fibers[i];
-    f.stack.resize(1 << 16);
-    f.done = false;
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.data();
-    f.context.uc_stack.ss_size = f.stack.size();
-    f.context.uc_link = nullptr;
-    makecontext(&f.context, thread_main, 0);
-  }
   for (alive = threads; alive > 0 && !failure[0];)
     for (int i = 0; i < threads && !failure[0]; i++)
       if (!fibers[i].done) {
         current = i;
         threadIdx = {i, 0, 0};
-        swapcontext(&scheduler, &fibers[i].context);
+        enter(fibers[i]);
       }
+  if (failure[0]) for (auto& f : fibers) f.begun = false;   // where they stand nobody goes on
 }
 // Returns nullptr, or why it gave up.
 inline const char* run_grid(dim3 grid, int threads, std::function<void()> kernel) {

@@ -132,9 +132,9 @@ template <int NT> __device__ __forceinline__ void clear(float (&acc)[2][NT][4]) 
       for (int i = 0; i < 4; i++) acc[m][t][i] = 0.f;
 }
 
-// Two row tiles, from `tile` of the expert on, of the job's tokens: h = SwiGLU as bf16, or y as fp32.
-template <int NT>
-__device__ __forceinline__ void store_tiles(const float (&acc)[2][NT][4], const int* pairs, int count, int tile, Out* out) {
+// M row tiles, from `tile` of the expert on, of the job's tokens: h = SwiGLU as bf16, or y as fp32.
+template <int M, int NT>
+__device__ __forceinline__ void store_tiles(const float (&acc)[M][NT][4], const int* pairs, int count, int tile, Out* out) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
 #pragma unroll
   for (int t = 0; t < NT; t++)
@@ -144,7 +144,7 @@ __device__ __forceinline__ void store_tiles(const float (&acc)[2][NT][4], const 
       if (i < count) {
         const long long pair = pairs[i];
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
+        for (int m = 0; m < M; m++) {
           const float v0 = acc[m][t][e], v1 = acc[m][t][2 + e];
 #ifdef GATE_UP
           out[pair * WIDTH + (tile + m) * 8 + g] = __float2bfloat16(swiglu(v0, v1));

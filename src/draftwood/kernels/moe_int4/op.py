@@ -80,6 +80,11 @@ class Form:
     spill: int = 0
     chains: tuple[bool, ...] = (False, True)
 
+    @property
+    def threads(self) -> int:
+        """Threads of a block; split has a warp more, which sums."""
+        return 32 * (self.warps + (self.file == "split"))
+
     def fits(self, shape: Shape, part: str) -> bool:
         """Whether a block's rows divide the expert's, and what else the source asks of a shape."""
         if shape.scaled not in self.chains:
@@ -87,9 +92,17 @@ class Form:
         if self.file in ("split", "share"):
             whole = self.file == "share" or shape.steps(part) % self.warps == 0
             return part == "gate_up" and whole and shape.width <= SLICE
+        if self.file in ("duo", "one"):
+            units = self.file == "duo" or shape.topk in (self.warps, 2 * self.warps)
+            return part == "down" and units and shape.width <= SLICE
         if self.file == "stream":
             return (part == "down") == (self.rows > 0)
-        return shape.rows(part) % (32 * self.warps) == 0
+        return shape.rows(part) % self.block_rows == 0
+
+    @property
+    def block_rows(self) -> int:
+        """Weight rows of a block of ring.cu, staged.cu and group.cu."""
+        return (16 if self.file == "group" else 32) * self.warps
 
     def ring(self, shape: Shape, part: str) -> int:
         """Steps in a warp's ring (flow.cuh): an even part of a unit, or (down) several units."""
@@ -102,9 +115,15 @@ class Form:
         """Dynamic shared memory of a block, bytes (for down_stream: the largest)."""
         if self.file == "split":
             return shape.steps(part) * 576
+        if self.file == "one":
+            return shape.topk * (shape.steps(part) * 704 + 64)
+        if self.file == "duo":
+            return self.warps * self.ring(shape, part) * 576 + 64 * run_of(shape) * shape.topk * -(-self.rows // 2)
         if self.file in ("stream", "share"):
             rest = 64 * shape.topk * self.rows if part == "down" else 516 * self.warps if self.file == "share" else 0
             return self.warps * self.ring(shape, part) * 576 + rest
+        if self.file == "group":
+            return self.stages * (self.warps * 576 + 1024 * self.tokens)
         if self.file == "ring":
             return self.warps * self.stages * 1152 + (self.stages - 2 + 2 * self.span) * 1024 * self.tokens
         return self.stages * self.span * (self.warps * 1152 + 1024 * self.tokens)
@@ -116,14 +135,24 @@ class Form:
             found["GATE_UP"] = 1
         if shape.scaled:
             found["SCALED"] = 1
-        if self.file in ("stream", "share"):
+        if self.file == "one":
+            return found
+        if self.file == "duo":
+            found["RUN"] = run_of(shape)
+        if self.file in ("stream", "share", "duo"):
             found["DEPTH"] = self.ring(shape, part)
             found["XAHEAD"] = _divisor(min(found["DEPTH"], shape.steps(part)), self.ahead)
             return found
         if self.file == "split":
             return found | {"XAHEAD": _divisor(shape.steps(part) // self.warps, self.ahead)}
-        found |= {"TOKENS": self.tokens, "STAGES": self.stages, "SPAN": self.span}
+        found |= {"TOKENS": self.tokens, "STAGES": self.stages}
+        found |= {"SPAN": self.span} if self.span else {}
         return found | {"UNROLL": self.unroll} if self.unroll else found
+
+
+def run_of(shape: Shape) -> int:
+    """Row tiles of the output that a cluster of down_duo owns: 64 clusters of two blocks for K2.6."""
+    return _divisor(shape.hidden // 16, 7)
 
 
 def _divisor(number: int, most: int) -> int:
@@ -131,7 +160,7 @@ def _divisor(number: int, most: int) -> int:
 
 
 HOPPER = {
-    "split": Form("split", 1, 8, 2, ahead=7, rows=FEW, chains=(False,)),
+    "split": Form("split", 1, 8, 3, ahead=2, rows=FEW, chains=(False,)),
     "stream": Form("stream", 1, 4, 4, depth=8, ahead=2),
     "share": Form("share", 1, 4, 4, depth=8, ahead=2, chains=(False,)),
     "few": Form("stream", 1, 4, 4, depth=8, rows=FEW, spill=48),
@@ -155,7 +184,7 @@ FORMS = {
     # Not measured there. 100 KB of shared memory a multiprocessor: rings that let two blocks be resident.
     "sm_120a": HOPPER
     | {
-        "split": Form("split", 1, 8, 1, ahead=7, rows=FEW, chains=(False,)),
+        "split": Form("split", 1, 8, 1, ahead=2, rows=FEW, chains=(False,)),
         "rows": Form("stream", 1, 4, 2, depth=8, ahead=2, rows=FEW_OF_SLICES),
         "thin": Form("ring", 1, 8, 2, stages=4, span=4),
         "slim": Form("staged", 1, 8, 2, stages=4, span=1),
@@ -228,7 +257,7 @@ def _first(shape: Shape, part: str, names: tuple[str, ...]) -> str:
 def _variant(name: str, part: str, shape: Shape, arch: str) -> Variant:
     form = FORMS[arch][name]
     source = jit.Source(FOLDER / f"{form.file}.cu", f"{part}_{form.file}", form.macros(shape, part))
-    return Variant(source, 32 * form.warps, form.shared(shape, part), form.blocks, form.spill, archs=(arch,))
+    return Variant(source, form.threads, form.shared(shape, part), form.blocks, form.spill, archs=(arch,))
 
 
 def _combine_variant(shape: Shape) -> Variant:
@@ -311,7 +340,7 @@ class Call:
         w, plan, work, lists = self.weights, self.plan, self.work, self.lists
         tail = (np.uint64(0) if self.shared is None else self.shared, self.live, self.out)
         args = (w.down, w.down_scale, work.h, *self._listed())
-        if HOPPER[plan.down].file == "stream":
+        if HOPPER[plan.down].rows:
             self._launch("down", plan.down, (*args, lists.weights, *tail, np.int32(self.rows)))
             return
         self._launch("down", plan.down, (*args, work.y))
@@ -353,19 +382,17 @@ def _multiprocessors(device: int) -> int:
 
 
 def _launch(part: str, name: str, shape: Shape, device: int, jobs: int, args: tuple, pdl: bool) -> None:
-    form, rows = HOPPER[name], shape.rows(part)          # warps and tokens are the same on every architecture
-    grid: int | tuple[int, ...]
-    if form.file == "split":
-        grid = jobs * (rows // 16)
-    elif form.file == "share":
-        grid = min(jobs * (rows // 16), form.blocks * _multiprocessors(device))
-    elif form.file != "stream":
-        grid = (rows // (32 * form.warps), jobs)
-    elif part == "gate_up":
-        grid = -(-jobs * (rows // 16) // form.warps)
-    else:
-        grid = rows // 16
-    _kernel(name, part, shape, device)(grid, 32 * form.warps, args, pdl=pdl)
+    form, rows = HOPPER[name], shape.rows(part)  # warps and tokens are the same on every architecture
+    units = jobs * (rows // 16)
+    grids: dict[str, int | tuple[int, ...]] = {
+        "duo": (2, rows // (16 * run_of(shape))),
+        "one": rows // 16,
+        "split": units,
+        "share": min(units, form.blocks * _multiprocessors(device)),
+        "stream": rows // 16 if part == "down" else -(-units // form.warps),
+    }
+    grid = grids.get(form.file, (rows // form.block_rows, jobs))
+    _kernel(name, part, shape, device)(grid, form.threads, args, pdl=pdl)
 
 
 def bytes_moved(shape: Shape, distinct: float, rows: int, pairs: int) -> int:

@@ -1,5 +1,8 @@
-// The kernels around ring_tile (ring.cu, staged.cu). Grid (rows / (32*WARPS), most jobs): the jobs of one expert run side by
-// side, so its weights come from DRAM once.
+// The kernels around ring_tile (ring.cu, staged.cu, group.cu). Grid (rows / (16*WARP_TILES*WARPS), most jobs): the jobs of one
+// expert run side by side, so its weights come from DRAM once.
+#ifndef WARP_TILES
+#define WARP_TILES 2     // row tiles of a warp
+#endif
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 ENTRY(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __restrict__ x, const int4* __restrict__ jobs,
       const int* __restrict__ njobs, const int* __restrict__ pairs, Out* __restrict__ out) {
@@ -9,7 +12,7 @@ ENTRY(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __re
   pdl_go();                                    // go after wait: `down` reads the lists ahead of its own
   if ((int)blockIdx.y >= *njobs) return;
   const int4 job = jobs[blockIdx.y];
-  const int tile = blockIdx.x * (2 * WARPS), count = job.z;
+  const int tile = blockIdx.x * (WARP_TILES * WARPS), count = job.z;
   pairs += job.y;
   switch ((count + 7) >> 3) {
 #define RUN(N) case N: if constexpr (N <= TOKENS) ring_tile<N>(sm, W, S, x, pairs, count, job.x, tile, out); break;
