@@ -4,9 +4,9 @@
 // top-k and top-p keep; if not, all candidates down to the highest end of a full list do (they are exact that far); if not, the
 // node is left to `settle` (token -1). Weights are integers (node.cuh), so it does not matter which of the three decides.
 #include "node.cuh"
-#include "../tree/top.cuh"
+#include "../tree/running.cuh"
 
-constexpr int ALL = 32 * TOP, LISTS = ALL / TOP_THREADS;
+constexpr int ALL = 32 * TOP, LISTS = ALL / SEGMENT_THREADS;
 
 // Sum over the block, in every thread.
 template <class T>
@@ -18,7 +18,7 @@ __device__ __forceinline__ T block_sum(T v, T* room) {
   __syncthreads();
   v = room[0];
 #pragma unroll
-  for (int w = 1; w < TOP_THREADS / 32; w++) v += room[w];
+  for (int w = 1; w < SEGMENT_THREADS / 32; w++) v += room[w];
   return v;
 }
 // Sum over the threads before this one.
@@ -76,7 +76,7 @@ __device__ __forceinline__ void sort_all(u64* keys) {
   for (int size = 2; size <= ALL; size <<= 1)
     for (int by = size >> 1; by > 0; by >>= 1) {
       __syncthreads();
-      for (int i = threadIdx.x; i < ALL / 2; i += TOP_THREADS) {
+      for (int i = threadIdx.x; i < ALL / 2; i += SEGMENT_THREADS) {
         const int low = (i & ~(by - 1)) * 2 + (i & (by - 1)), high = low + by;
         const u64 a = keys[low], b = keys[high];
         if ((a < b) == !(low & size)) { keys[low] = b; keys[high] = a; }
@@ -87,12 +87,12 @@ __device__ __forceinline__ void sort_all(u64* keys) {
 
 // Grid (M). choices, scores [M]; where [R][N]: m of each verified node. With fronts (grid (R); null: all nodes): row r's node is
 // front[r], -1: none; next[r] becomes the verified child that holds the choice, or -1.
-extern "C" __global__ void __launch_bounds__(TOP_THREADS)
+extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS)
 decide(STEP_ARGUMENTS, const float2* raw, const float2* heat,
        const u64* best, const u64* lists, long long* choices, float* scores, int* where, const int* front, int* next) {
-  __shared__ TopWork<LISTS> work;
-  __shared__ u64 all[ALL], room[TOP_THREADS / 32];
-  __shared__ int small[TOP_THREADS / 32], path[LONGEST];
+  __shared__ Running run;
+  __shared__ u64 all[ALL], room[SEGMENT_THREADS / 32];
+  __shared__ int small[SEGMENT_THREADS / 32], path[LONGEST];
   __shared__ Node a;
   const Step step = STEP;
   const int tid = threadIdx.x, lane = tid & 31;
@@ -112,17 +112,20 @@ decide(STEP_ARGUMENTS, const float2* raw, const float2* heat,
     u64 some[LISTS], end = 0;                          // end: the highest last key of a full list
 #pragma unroll
     for (int j = 0; j < LISTS; j++) {
-      const int i = j * TOP_THREADS + tid;
+      const int i = j * SEGMENT_THREADS + tid;
       some[j] = i < segments * TOP ? mine[i] : 0;
       if ((i & (TOP - 1)) == TOP - 1) end = max(end, some[j]);
     }
-    block_top<LISTS>(work, [&](int j) { return some[j]; });
+    begin(run);
+    __syncthreads();
+    take_keys(run, some);
+    cut(run);
     int held = 0;
 #pragma unroll
     for (int j = 0; j < LISTS; j++) held += some[j] != 0;
     held = block_sum(held, small);
     int n = min(held, TOP), kept = 0;
-    const u64* sorted = work.top;
+    const u64* sorted = run.top;
     if (held) {
       kept = kept_of(a, sorted, n, held < TOP, V, heat + (long long)m * segments, segments, room, small);
       if (kept < 0) {                                  // the same in all threads
@@ -130,9 +133,9 @@ decide(STEP_ARGUMENTS, const float2* raw, const float2* heat,
         __syncthreads();
         if (lane == 0) room[tid >> 5] = end;
 #pragma unroll
-        for (int j = 0; j < LISTS; j++) all[j * TOP_THREADS + tid] = some[j];
+        for (int j = 0; j < LISTS; j++) all[j * SEGMENT_THREADS + tid] = some[j];
         __syncthreads();
-        for (int w = 0; w < TOP_THREADS / 32; w++) end = max(end, room[w]);
+        for (int w = 0; w < SEGMENT_THREADS / 32; w++) end = max(end, room[w]);
         sort_all(all);
         int reach = 0;
 #pragma unroll
@@ -143,12 +146,12 @@ decide(STEP_ARGUMENTS, const float2* raw, const float2* heat,
       }
     }
     settled = kept >= 0;
-    for (int i = tid; i < kept; i += TOP_THREADS) key = max(key, drawn_key(a, key_value(sorted[i]), choice_id(sorted[i])));
+    for (int i = tid; i < kept; i += SEGMENT_THREADS) key = max(key, drawn_key(a, key_value(sorted[i]), choice_id(sorted[i])));
     key = warp_max(key);
     __syncthreads();
     if (lane == 0) room[tid >> 5] = key;
     __syncthreads();
-    for (int w = 0; w < TOP_THREADS / 32; w++) key = max(key, room[w]);
+    for (int w = 0; w < SEGMENT_THREADS / 32; w++) key = max(key, room[w]);
     if (tid >= 32) return;
   }
   const int token = key ? (int)choice_id(key) : 0;     // nothing above -inf: token 0

@@ -10,7 +10,7 @@
 // the block's best so far give, one power of two for four tokens; at first that is the largest z with the least noise there is.
 // Skipping cannot change the best.
 #include "node.cuh"
-#include "../tree/top.cuh"
+#include "../tree/running.cuh"
 
 #ifndef FILTERS
 #define FILTERS 1        // 0: no row of the batch has min-p, top-k or top-p
@@ -90,7 +90,7 @@ __device__ __noinline__ bool find_share(Share& share, const int* front, int R, i
 extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS, 2)
 scan(STEP_ARGUMENTS, const int* front, int R, float2* raw, float2* heat, u64* best, u64* lists) {
 #if FILTERS
-  __shared__ TopWork<PER> work;
+  __shared__ Running run;
 #endif
   __shared__ Found found;
   __shared__ Share share;
@@ -154,8 +154,6 @@ scan(STEP_ARGUMENTS, const int* front, int R, float2* raw, float2* heat, u64* be
     }
 #if FILTERS
     if (a.filtered) {
-#pragma unroll
-      for (int j = 0; j < PER; j++) v[j] = fmaxf(v[j], minus_infinity());
       if (a.top_p < 1.f) {
         if (fresh) {
           peak = block_peak(most, &found.peak[i]);
@@ -176,8 +174,11 @@ scan(STEP_ARGUMENTS, const int* front, int R, float2* raw, float2* heat, u64* be
         __syncthreads();
         if (tid == 0) raw[part] = make_float2(value_of(peak), sum_of(found.sum[i]));
       }
-      segment_top(work, v, s);
-      if (tid < TOP) lists[part * TOP + tid] = work.top[tid];
+      begin(run);
+      __syncthreads();
+      take_values(run, v, most, s);
+      cut(run);
+      if (tid < TOP) lists[part * TOP + tid] = run.top[tid];
       continue;
     }
 #endif

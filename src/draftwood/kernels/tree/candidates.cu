@@ -6,7 +6,7 @@
 // LAW 1. Segments depend on the vocabulary only; a segment's sum has one order (segment.cuh), the segments follow in order, and
 // the 64 highest of distinct keys (value descending, id ascending) are what they are. z is rounded as written in ref.py.
 // Rows from *rows on, and rows without a budget, are neither read nor written.
-#include "segment.cuh"
+#include "running.cuh"
 
 #ifndef WIDE
 #define WIDE 0           // 1: float32 logits
@@ -14,7 +14,6 @@
 constexpr float COLD = 1e-5f;
 
 #ifdef PICK
-#include "running.cuh"
 constexpr int FEW = 2;                                 // tokens of a thread that may be left
 constexpr int MOST = 32;                               // segments of a vocabulary
 struct Pending {                                       // tokens whose noise may be high enough
@@ -43,7 +42,7 @@ __device__ __forceinline__ bool take_noisy(Running& run, Pending& few, const flo
   }
   const u32 bound = run.bound;
   if (bound <= 1) return false;                        // the same in all threads
-  const float least = least_of(bound), turn = div_rn(1.f, scale);
+  const float least = least_of(bound), turn = scale > 1e-6f ? divide(1.f, scale) : 1e30f;          // less noise is within the slack
   u32 mask = 0;
 #pragma unroll
   for (int q = 0; q < PER / 4; q++) {
@@ -157,32 +156,35 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
 #endif
 
 #ifdef MERGE
-#include "top.cuh"
-constexpr int LISTS = 32 * TOP / TOP_THREADS;          // keys of a thread: up to 32 segments
+constexpr int LISTS = 32 * TOP / SEGMENT_THREADS;          // keys of a thread: up to 32 segments
 // Grid (D, R). parts: lists of 64 keys for each.
-extern "C" __global__ void __launch_bounds__(TOP_THREADS)
+extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS)
 merge(const u64* keys, const float2* sums, const int* budgets, const int* rows, int* ids, float* z, int* places, float* norm,
       int parts, int segments, int norms) {
-  __shared__ TopWork<LISTS> work;
+  __shared__ Running run;
   const int d = blockIdx.x, r = blockIdx.y, tid = threadIdx.x;
   pdl_wait();
   pdl_go();
-  if ((rows && r >= load_int(rows)) || load_int(budgets + r) <= 0) return;
+  const int budget = load_int(budgets + r);
+  if ((rows && r >= load_int(rows)) || budget <= 0) return;
+  begin(run);
   const long long at = (long long)r * gridDim.x + d;
   u64 mine[LISTS];
 #pragma unroll
   for (int j = 0; j < LISTS; j++) {
-    const int i = j * TOP_THREADS + tid;
+    const int i = j * SEGMENT_THREADS + tid;
     mine[j] = i < parts * TOP ? keys[at * parts * TOP + i] : 0;
   }
-  block_top<LISTS>(work, [&](int j) { return mine[j]; });
+  __syncthreads();
+  take_keys(run, mine);
+  cut(run);
   if (tid < TOP) {
-    const u64 key = work.top[tid];
+    const u64 key = run.top[tid];
     const u32 id = key ? choice_id(key) : ~0u;
     int place = 0;
 #pragma unroll 8
     for (int o = 0; o < TOP; o++) {
-      const u64 other = work.top[o];
+      const u64 other = run.top[o];
       const u32 other_id = other ? choice_id(other) : ~0u;
       place += other_id < id || (other_id == id && o < tid);         // several may be nothing
     }
@@ -190,7 +192,7 @@ merge(const u64* keys, const float2* sums, const int* budgets, const int* rows, 
     places[at * TOP + tid] = place;
     z[at * TOP + tid] = key_value(key);
   }
-  if (tid >= TOP_THREADS - 32) {
+  if (tid >= SEGMENT_THREADS - 32) {
     const float found = d < norms ? log_sum_exp(sums + at * segments, segments) : minus_infinity();
     if ((tid & 31) == 0) norm[at] = found;
   }

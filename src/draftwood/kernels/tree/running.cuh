@@ -1,4 +1,4 @@
-// The 64 highest keys of all segments that a block reads one after another. Keys are distinct, except 0, which means nothing.
+// The 64 highest keys of what a block reads, one segment after another. Keys are distinct, except 0, which means nothing.
 //
 // A bound that at least 64 keys reach lets nearly all tokens go by one comparison of values. At first it is the 64th highest of 128
 // groups' highest values; later, when the list of what reached it grows long, the 64th of the list. What the bound is and the order
@@ -121,5 +121,26 @@ __device__ __forceinline__ void take_values(Running& run, const float (&v)[PER],
     for (int j = 0; j < PER; j++) put_and_cut(run, rank_key(v[j], token_of(s, j)));
   } else {
     cut(run);
+  }
+}
+// The same of keys that the threads have, in place of a segment. All threads.
+template <int N>
+__device__ __forceinline__ void take_keys(Running& run, const u64 (&keys)[N]) {
+  u32 mine = 0;
+#pragma unroll
+  for (int j = 0; j < N; j++) mine = max(mine, (u32)(keys[j] >> 32));
+  find_bound(run, mine);
+  const u32 bound = run.bound;
+  if (mine >= bound) {
+#pragma unroll
+    for (int j = 0; j < N; j++) if ((u32)(keys[j] >> 32) >= bound) put(run, keys[j]);
+  }
+  __syncthreads();
+  if (run.count > MOST_KEYS) {
+    __syncthreads();
+    if (threadIdx.x == 0) run.count = 0;
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < N; j++) put_and_cut(run, keys[j]);
   }
 }
