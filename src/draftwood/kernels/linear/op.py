@@ -100,7 +100,8 @@ def linear(
     x [n, K] bf16, or [n, heads, K] for a weight with heads; the last dimension is contiguous, rows start on 16 bytes.
     out: where the result goes ([n, N] or [n, heads, N], bf16 or float32, last dimension contiguous); made if absent.
     residual: [n, N] bf16 with out's strides, added to the rounded product; may be `out` itself. rows: int32 [1] on the
-    device, how many of the n rows are real (the others are neither read nor written). form: for tests and tuning.
+    device, how many of the n rows are real (the others are not written, and what x holds there does not matter). form: for
+    tests and tuning.
     Raises ValueError for tensors that do not fit.
     """
     shape = weight.shape

@@ -38,8 +38,7 @@ linear_stream(const unsigned char* W, const bf16* X, void* Y, const bf16* residu
   }
   pdl_wait();                                    // weights do not depend on the kernel before; x and rows do
   pdl_go();
-  if (rows) n = min(n, load_int(rows));
-  if (first >= n) { copy_wait<0>(); return; }    // the same in every block of a cluster
+  const int live = rows ? min(n, load_int(rows)) : n;       // x need not wait for it: a row beyond it is there, whatever it holds
   const bf16* x = X + head * x_head + (long long)(first + g < n ? first + g : first) * x_stride + low * 64 + q * 8;
   const uint4 zero = make_uint4(0, 0, 0, 0);
   int left = K - low * 64 - q * 8;               // TAIL: values of x from this lane's place on
@@ -52,6 +51,7 @@ linear_stream(const unsigned char* W, const bf16* X, void* Y, const bf16* residu
   uint4 a0 = zero, a1 = zero, b0 = zero, b1 = zero;                            // x runs two steps ahead
   if (m > 0) load_x(a0, a1);
   if (m > 1) load_x(b0, b1);
+  if (first >= live) { copy_wait<0>(); return; } // the same in every block of a cluster
   u32 o = 0;
 #pragma unroll 2
   for (int i = 0; i < m; i++) {
@@ -77,6 +77,6 @@ linear_stream(const unsigned char* W, const bf16* X, void* Y, const bf16* residu
   block_or_cluster_sync();
   const long long y0 = head * y_head;
   const Output out = {wide ? (void*)((float*)Y + y0) : (void*)((bf16*)Y + y0), residual ? residual + y0 : nullptr, y_stride, wide != 0};
-  fold<KWARPS, PS, RS, NWARPS * 16, 32 * NWARPS * KWARPS>(ring0, blockIdx.x, 8, group * NWARPS * 16, first, n, N, out);
+  fold<KWARPS, PS, RS, NWARPS * 16, 32 * NWARPS * KWARPS>(ring0, blockIdx.x, 8, group * NWARPS * 16, first, live, N, out);
   if (CLUSTER > 1) block_or_cluster_sync();      // nobody leaves while its shared memory is read
 }
