@@ -208,7 +208,47 @@ def test_emulated_walk_over_whole_rows_gives_the_bits_of_groups(tmp_path: Path, 
     assert same(_emulate(binary, shape, step), _emulate(binary, shape, step, whole=True))
 
 
+PROBE = jit.Source(op.FOLDER / "emulation" / "probe.cu", "probe")
+
+
+def _probed() -> tuple[torch.Tensor, torch.Tensor]:
+    """Operands a [64, 64] and b [72, 64] whose products are exact in float32."""
+    made = torch.Generator().manual_seed(0)
+    return tuple(torch.randint(-4, 5, (n, 64), generator=made).bfloat16() for n in (64, 72))  # type: ignore[return-value]
+
+
+def _check_probe(a: torch.Tensor, b: torch.Tensor, along: torch.Tensor, across: torch.Tensor, turned: torch.Tensor) -> None:
+    """Hold results [64, 72] twice and [16, 64] against their meaning, each by name."""
+    want = torch.arange(1024).view(16, 64).bfloat16()
+    right = {"along": torch.equal(along, a.float() @ b.float().T), "across": torch.equal(across, a.float().T @ b.float().T)}
+    assert right | {"turned": torch.equal(turned, want)} == {"along": True, "across": True, "turned": True}
+
+
+@needs_compiler
+def test_emulated_warpgroup_products_read_their_operands_as_described(tmp_path: Path) -> None:
+    a, b = _probed()
+    flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-w", "-DEMULATION", "-x", "c++"]
+    subprocess.run(["g++", *flags, "-o", str(tmp_path / "probe"), str(PROBE.file)], check=True)
+    (tmp_path / "in").write_bytes(torch.cat((a, b)).view(torch.int16).numpy().tobytes())
+    subprocess.run([str(tmp_path / "probe"), str(tmp_path / "in"), str(tmp_path / "out")], check=True)
+    data = (tmp_path / "out").read_bytes()
+    sums = torch.frombuffer(bytearray(data[: 2 * 64 * 72 * 4]), dtype=torch.float32).view(2, 64, 72)
+    _check_probe(a, b, sums[0], sums[1], torch.frombuffer(bytearray(data[-2048:]), dtype=torch.bfloat16).view(16, 64))
+
+
 # ------------------------------------------------------------------------------------------------- on a GPU
+
+
+@gpu
+@needs_gpu
+def test_warpgroup_products_on_the_device_are_those_of_the_emulation() -> None:
+    _skip_without("c1")
+    a, b = _probed()
+    along, across = torch.full((2, 64, 72), float("nan"), device=cuda())
+    turned = torch.full((16, 64), float("nan"), dtype=torch.bfloat16, device=cuda())
+    jit.Kernel(PROBE, cuda().index, (64 + 72 + 16) * 128)(1, 128, [a.to(cuda()), b.to(cuda()), along, across, turned])
+    torch.cuda.synchronize()
+    _check_probe(a, b, along.cpu(), across.cpu(), turned.cpu())
 
 
 def _shapes() -> list[str]:
