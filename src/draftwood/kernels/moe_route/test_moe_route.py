@@ -110,8 +110,9 @@ def _router(shape: op.Shape, exact: bool, seed: int = 0) -> tuple[op.Router, tor
 
 
 def _run(
-    x: torch.Tensor, router: op.Router, tile: int = 8, live: int | None = None, rank: tuple[int, int] | None = None, spare: int = 0
-) -> op.Lists:
+    x: torch.Tensor, router: op.Router, tile: int = 8, live: int | None = None, rank: tuple[int, int] | None = None, spare: int = 0,
+    form: str = "parts",
+) -> op.Lists:  # fmt: skip
     first, held = rank or (0, router.shape.experts)
     out = op.allocate(router.shape, x.shape[0] + spare, first, held, "cuda")
     for t in (out.experts, out.pairs, out.jobs, out.njobs):
@@ -119,7 +120,7 @@ def _run(
     for t in (out.weights, out.partial):
         t.fill_(float("nan"))
     count = torch.tensor([x.shape[0] if live is None else live], dtype=torch.int32, device="cuda")
-    op.route(x, router, count, out, tile)
+    op.route(x, router, count, out, tile, form=form)
     torch.cuda.synchronize()
     return out
 
@@ -179,6 +180,30 @@ def test_padding_rows_have_no_pairs(rows: int, live: int) -> None:
     assert (out.pairs >= 0).sum() == live * NANO.topk and (out.pairs < live * NANO.topk).all()
     if alone:
         assert torch.equal(out.weights[:live], alone.weights) and torch.equal(out.experts[:live], alone.experts)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", [K26, NANO])
+@pytest.mark.parametrize("exact", [True, False])
+def test_one_launch_leaves_what_several_do(shape: op.Shape, exact: bool) -> None:
+    """Again and again from a graph: its blocks meet in another order every time."""
+    router, _ = _router(shape, exact)
+    for rows in [n for n in EDGES if n <= op.WHOLE_ROWS]:
+        x = torch.randn(rows, shape.hidden, device="cuda").to(torch.bfloat16)
+        for tile, rank, live in ((8, None, rows), (24, (shape.experts // 4, shape.experts // 2), rows), (64, None, rows // 2)):
+            want = _run(x, router, tile, live, rank)
+            out = _run(x, router, tile, live, rank, form="whole")
+            graph, count = torch.cuda.CUDAGraph(), torch.tensor([live], dtype=torch.int32, device="cuda")
+            with torch.cuda.graph(graph):
+                op.route(x, router, count, out, tile, form="whole")
+            for _ in range(20):
+                for name in ("experts", "weights", "pairs", "jobs", "njobs"):
+                    a, b = getattr(want, name), getattr(out, name)
+                    assert torch.equal(a.view(torch.int32), b.view(torch.int32)), (name, rows, tile, rank, live)
+                out.partial.fill_(float("nan"))
+                graph.replay()
+            assert not out.tickets.any()
 
 
 @gpu
