@@ -5,7 +5,7 @@ import signal
 import sys
 from types import SimpleNamespace
 
-from draftwood import cli
+from draftwood import cli, nano
 from draftwood.commands.chat import Conversation
 from draftwood.commands.speakers import Local, Marks
 from draftwood.engine.request import SamplingParams
@@ -113,3 +113,9 @@ def test_a_conversation_over_a_pipe_ends_with_its_input(capsys, monkeypatch, tmp
     captured = capsys.readouterr()
     assert code == 0
     assert captured.err.count("accept length") == 2
+
+
+def test_thinking_is_refused_where_the_template_does_not_heed_it(capsys):
+    for flag in ("--thinking", "--no-thinking"):
+        assert cli.main(["chat", str(nano.path()), flag]) == 2
+        assert f"{flag} has no effect" in capsys.readouterr().err

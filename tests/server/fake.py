@@ -28,6 +28,7 @@ class FakeLLM:
         self.plan = SimpleNamespace(max_num_seqs=rows, max_model_len=512)
         self.checkpoint = SimpleNamespace(folder=None)
         self.tokenizer = vocabulary.tokenizer()
+        self.template = SimpleNamespace(heeds=frozenset({"thinking"}))
         self.seconds = seconds
         self.crash: BaseException | None = None
         self.go = threading.Event()

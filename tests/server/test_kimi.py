@@ -137,7 +137,9 @@ def test_the_template_is_told_whether_to_think(fields, thinking):
     with serving(lambda: llm) as server:
         body = {"messages": TALK, "max_tokens": 1, "tools": [TOOL], **fields}
         assert server.post("/v1/chat/completions", body).status_code == 200
+        unheeded = server.metric("unknown_fields_total", field="chat_template_kwargs.preserve_thinking")
     (asked,) = llm.asked
+    assert unheeded == ("preserve_thinking" in fields.get("chat_template_kwargs", {})), "this template does not read it"
     assert asked.get("thinking") is thinking and asked["tools"] == [TOOL]
     assert asked.get("preserve_thinking") == fields.get("chat_template_kwargs", {}).get("preserve_thinking")
 

@@ -204,3 +204,8 @@ def test_missing_or_broken_templates_are_refused_in_one_line(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
         ChatTemplate.load(tmp_path)
+
+
+def test_a_template_says_which_variables_it_heeds():
+    assert K26.heeds >= {"messages", "add_generation_prompt", "thinking", "preserve_thinking", "tools_ts_str"}
+    assert ChatTemplate("{% set x = 1 %}{{ x }}{{ messages[0].content }}", SMALL).heeds == {"messages"}

@@ -19,7 +19,7 @@ from draftwood.commands import console
 from draftwood.commands.speakers import Distant, Local, Speaker
 from draftwood.config import add_options, options_from
 from draftwood.engine.request import SamplingParams, add_sampling, sampling_from
-from draftwood.errors import RequestError
+from draftwood.errors import ConfigError, RequestError
 from draftwood.report import closed_pipe_is_fine
 
 HELP = "/reset: forget the conversation   /exit: leave   Ctrl-C: stop an answer"
@@ -59,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
     with leading(options) as llm:
         if llm is None:
             return 0
+        if args.thinking is not None and llm.template is not None and "thinking" not in llm.template.heeds:
+            flag = "--thinking" if args.thinking else "--no-thinking"
+            raise ConfigError(f"{flag} has no effect: the chat template of {options.model} does not heed it; leave it out")
         with closed_pipe_is_fine():
             console.say_notes(llm.plan)
             _greet(str(llm.plan.model_path))

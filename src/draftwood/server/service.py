@@ -97,6 +97,9 @@ class Service:
         self._common(ask)
         tools = ask.offered_tools()
         template = ask.template()
+        heeds = frozenset() if llm.template is None else llm.template.heeds
+        unheeded = template.keys() - heeds - {"add_generation_prompt"}
+        self.metrics.saw_unknown([f"chat_template_kwargs.{name}" for name in sorted(unheeded)])
 
         def prepare() -> tuple[list[int], SamplingParams, frozenset[int]]:
             ids = llm.chat_ids(ask.rendered_messages(), tools, **template)

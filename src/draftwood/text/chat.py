@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftwood.errors import ConfigError, RequestError
@@ -50,8 +51,11 @@ class ChatTemplate:
         self._variables = dict(variables or {})
         self._source_characters = set(source)
         self._declares = DECLARATION in source
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self.heeds: frozenset[str] = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            """Names of the variables that it reads."""
         except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"chat template {name} does not compile: {_line(error)}") from None
 
