@@ -164,7 +164,6 @@ class MlaAttention:
     def _size(self, context: int, law: Law, partial_bytes: int) -> None:
         needed = need(self.rows, self.nodes, self.tokens, self.heads, context, self.latent, self.shape, law, partial_bytes)
         self.parts, self.max_jobs = needed.parts, needed.jobs
-        self.fold_warps = fold_warps(self.tokens * self.heads)
         self.grid = min(self.max_jobs, self.blocks)
 
     def _buffers(self, device: torch.device, scratch: Scratch | None) -> None:
@@ -177,13 +176,18 @@ class MlaAttention:
             raise ValueError(f"scratch for {held} does not hold {needed} of {self.heads} heads of {self.latent}")
 
     def _load(self, law: Law, device: int) -> None:
-        given = sizes(self.latent, self.rope, law)
+        self._macros = sizes(self.latent, self.rope, law) | {"COLUMNS": int(self.shape.columns)}
+        self._device = device
         shared = self.shape.shared_bytes(self.latent + self.rope)
-        columns = {"COLUMNS": int(self.shape.columns)}
-        self._plan = _kernel("plan.cu", "mla_plan", given | columns, device)
+        self._plan = _kernel("plan.cu", "mla_plan", self._macros, device)
         macros = self.shape.macros(self.latent, self.rope, law)
         self._attend = _kernel(self.shape.file, "mla_attend", macros, device, shared)
-        self._combine = _kernel("combine.cu", "mla_combine", given | columns | {"WARPS": self.fold_warps}, device)
+        self.fold_with(fold_warps(self.tokens * self.heads))
+
+    def fold_with(self, warps: int) -> None:
+        """Let `fold` have blocks of 1, 4 or 16 warps: for times only."""
+        self.fold_warps = warps
+        self._combine = _kernel("combine.cu", "mla_combine", self._macros | {"WARPS": warps}, self._device)
 
     def plan(self, lengths: Tensor, counts: Tensor, starts: Tensor) -> None:
         """Write the step's work list. lengths, counts, starts [rows] int32 or int64: committed tokens, live nodes (0 for an

@@ -1,6 +1,7 @@
-"""Times every shape, and other laws, at the benchmark's sizes: what `choose`, `COLUMNS` and `law_for` of sizes.py are filled from.
+"""Times every shape, and other laws, at the benchmark's sizes: what `choose`, `COLUMNS` and `law_for` of sizes.py are filled from,
+and how many warps a block of combine has for how many lines (sizes.fold_warps).
 
-`python -m draftwood.kernels.mla_attention.sweep FOLDER [--seconds S]` runs unattended. It first checks that all shapes agree and
+`python -m draftwood.kernels.mla_attention.sweep FOLDER [--seconds S]` runs unattended. It first checks that shapes of a family agree and
 that a node equals it decoded alone; then it writes one JSON line per measurement to FOLDER/mla_sweep.jsonl. A shape that breaks
 the device's context is skipped: the sweep goes on in a new process without it.
 """
@@ -118,11 +119,12 @@ def times(sweep: Sweep, device: torch.device, arch: str) -> None:
             sweep.say(key=key, us=round(us, 2), tflop_s=round(rate, 1), gb_s=round(rows * context * 1152 / us / 1e3), error=wrong)
         if best and time.time() < sweep.end:
             case = bench.Bench(rows, heads, nodes, context, device, best[2], best[3])
-            parts = {"attend": case.partials, "combine": case.fold, "plan": case.plan}
-            took = {
-                f"{name}_us": round(time_graph(part, 1 if name == "plan" else len(case.tables), 5), 2)
-                for name, part in parts.items()
-            }
+            took: dict[str, Any] = {"attend_us": round(time_graph(case.partials, len(case.tables), 5), 2)}
+            took["plan_us"] = round(time_graph(case.plan, 1, 5), 2)
+            took["combine_us"] = {}
+            for warps in (1, 4, 16):
+                case.op.fold_with(warps)
+                took["combine_us"][warps] = round(time_graph(case.fold, len(case.tables), 5), 2)
             sweep.say(best=best[1], us=round(best[0], 2), **took)
 
 
