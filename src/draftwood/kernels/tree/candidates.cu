@@ -158,7 +158,7 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
 #ifdef MERGE
 constexpr int LISTS = 32 * TOP / SEGMENT_THREADS;          // keys of a thread: up to 32 segments
 // Grid (D, R). parts: lists of 64 keys for each.
-extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS, 3)
+extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS)
 merge(const u64* keys, const float2* sums, const int* budgets, const int* rows, int* ids, float* z, int* places, float* norm,
       int parts, int segments, int norms) {
   __shared__ Running run;

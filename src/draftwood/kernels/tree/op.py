@@ -136,7 +136,7 @@ def _threads(entry: str, flag: int) -> int:
 
 def variants() -> list[Variant]:
     """Everything the launchers choose."""
-    forms = [("pick", 0, 2), ("pick", 1, 2), ("merge", 0, 3), ("rank_children", 0, 4), ("flatten", 0, 8)]
+    forms = [("pick", 0, 2), ("pick", 1, 2), ("merge", 0, 2), ("rank_children", 0, 4), ("flatten", 0, 8)]
     forms += [("grow", 0, 8), ("grow", 1, 2)]
     found = [Variant(_source(entry, flag), _threads(entry, flag), _shared(entry, flag), blocks) for entry, flag, blocks in forms]
     return found + [Variant(_source("grow", flag, 1), _threads("grow", flag), _shared("grow", flag), 2) for flag in (0, 1)]
