@@ -1,9 +1,9 @@
 """Times every shape, and other laws, at the benchmark's sizes: what `choose`, `COLUMNS` and `law_for` of sizes.py are filled from,
 and how many warps a block of combine has for how many lines (sizes.fold_warps).
 
-`python -m draftwood.kernels.mla_attention.sweep FOLDER [--seconds S]` runs unattended. It first checks that shapes of a family agree and
-that a node equals it decoded alone; then it writes one JSON line per measurement to FOLDER/mla_sweep.jsonl. A shape that breaks
-the device's context is skipped: the sweep goes on in a new process without it.
+`python -m draftwood.kernels.mla_attention.sweep FOLDER [--seconds S]` runs unattended. It first checks that shapes of a family
+agree and that a node equals it decoded alone; then it writes one JSON line per measurement to FOLDER/mla_sweep.jsonl. A shape that
+breaks the device's context is skipped: the sweep goes on in a new process without it.
 """
 
 from __future__ import annotations
