@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftwood.kernels import check, jit
-from draftwood.kernels.moe_int4 import op, ref, repack
+from draftwood.kernels.moe_int4 import op, ref, repack, sweep
 from draftwood.kernels.moe_int4.sizes import SLICE, few_rows
 from draftwood.kernels.moe_route import ref as route_ref
 from draftwood.kernels.moe_route.op import Lists, most_jobs
@@ -15,7 +15,10 @@ from draftwood.kernels.moe_route.op import Lists, most_jobs
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 K26, TP8, NANO = op.shape_of(7168, 2048, 8, 384), op.shape_of(7168, 256, 8, 384), op.shape_of(384, 128, 4, 16)
+EP8 = op.shape_of(7168, 2048, 8, 48)
 SHAPES = op.shapes()
+CASES = ((1, 1), (1, 0), (4, 4), (9, 9), (33, 33), (65, 40), (128, 128), (512, 512))
+"""(rows, live rows) at which candidates are compared."""
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65)
 
 
@@ -119,6 +122,34 @@ def test_bad_shapes_are_one_line() -> None:
         op.Shape(7000, 2048, 8)
     with pytest.raises(ValueError, match="hidden size 200"):
         repack.empty(1, 200, 128, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "shape"),
+    [
+        ("one", "down", TP8), ("duo", "down", TP8), ("duo.x4", "down", TP8), ("sp.w14", "gate_up", TP8), ("sh.w16", "gate_up", TP8),
+        ("g12", "gate_up", EP8), ("g12.w16", "down", EP8), ("g4", "down", EP8),
+    ],
+)  # fmt: skip
+def test_candidates_stay_within_limits(name: str, part: str, shape: op.Shape) -> None:
+    form = sweep.FORMS[name]
+    assert form.fits(shape, part)
+    source = jit.Source(op.FOLDER / f"{form.file}.cu", f"{part}_{form.file}", form.macros(shape, part))
+    variant = check.Variant(source, form.threads, form.shared(shape, part), form.blocks, archs=("sm_90a",))
+    check.check("moe_int4", variant, "sm_90a")
+    assert (form.shared(shape, part) + 1024) * form.blocks <= 233_472 or form.file == "one"
+
+
+def test_blocks_of_both_parts_fit_a_multiprocessor_for_one_row() -> None:
+    up, down = sweep.FORMS["sp"], sweep.FORMS["one"]
+    shared = 2 * (up.shared(TP8, "gate_up") + 1024) + 4 * (down.shared(TP8, "down") + 1024)
+    assert shared <= 233_472
+    registers = [
+        jit.build(jit.Source(op.FOLDER / f"{f.file}.cu", f"{part}_{f.file}", f.macros(TP8, part)), "sm_90a").registers
+        for f, part in ((up, "gate_up"), (down, "down"))
+    ]
+    per_warp = [-(-r // 8) * 8 * 32 for r in registers]
+    assert 2 * 9 * per_warp[0] + 4 * 4 * per_warp[1] <= 65_536, registers
 
 
 @pytest.mark.parametrize("arch", jit.ARCHS)
@@ -284,6 +315,29 @@ def test_padding_rows_and_other_ranks_leave_nothing(shape: op.Shape) -> None:
     batch.chosen[0] = torch.arange(shape.topk, device="cuda")
     with_shared, _ = batch.run(packed, torch.arange(1, device="cuda"), op.choose(shape, 1, total), first=total // 2)
     assert torch.equal(with_shared[0], batch.shared[0])
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", [TP8, EP8], ids=str)
+def test_candidates_of_the_sweep_give_the_bits_of_the_forms_in_use(shape: op.Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the sweep's forms are an H200's")
+    packed, batch = random_experts(shape, 48), Batch(shape, 48)
+    known = {}
+    for n, live in CASES:
+        known[n, live], _ = batch.run(packed, torch.arange(n, device="cuda"), op.choose(shape, n, 48), live=live)
+    forms = op.HOPPER | sweep.FORMS
+    monkeypatch.setattr(op, "HOPPER", forms)
+    monkeypatch.setattr(op, "FORMS", {"sm_90a": forms})
+    for (n, live), want in known.items():
+        usual = op.choose(shape, n, 48)
+        for name in (name for name, f in sweep.FORMS.items() if f.file in ("split", "share", "one", "duo", "group")):
+            ups, downs = ([name] if forms[name].fits(shape, part) else [] for part in ("gate_up", "down"))
+            plans = [op.Plan(up, usual.down) for up in ups] + [op.Plan(usual.gate_up, down) for down in downs]
+            for plan in plans if n <= (forms[name].rows or n) else []:
+                got, _ = batch.run(packed, torch.arange(n, device="cuda"), plan, live=live)
+                assert torch.equal(got[:live], want[:live]) and got[live:].isnan().all(), (n, live, plan)
 
 
 @gpu
