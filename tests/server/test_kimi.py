@@ -107,7 +107,7 @@ def test_an_answer_cut_inside_its_reasoning_has_no_content():
 
 def test_reasoning_is_never_more_than_the_answer_wherever_it_ends():
     count = len(vocabulary.tokenizer().encode(ANSWER, allow_special=True))
-    ends = [{"max_tokens": most} for most in range(1, count, 3)] + [{"stop": stop} for stop in ("see", ".</", "I look", '"q"')]
+    ends = [{"max_tokens": most} for most in range(1, count, 9)] + [{"stop": stop} for stop in ("see", ".</", "I look", '"q"')]
     with serving(lambda: FakeLLM(script=runs(ANSWER, 1), thinks=True)) as server:
         for end in [{}, *ends]:
             whole, chunks = chat(server, tools=[TOOL], **end), chat(
