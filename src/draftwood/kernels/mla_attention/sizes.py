@@ -169,12 +169,12 @@ def choose(rows: int, nodes: int, heads: int, context: int, arch: str) -> str:
         return "u1s" if work <= 8 << 20 else "g1s"
     if lines <= 16:
         return "u1" if rows < 32 and fits else "g1"
-    if work <= 1 << 20:
+    if work <= 5 << 18:
         return "u1" if work <= 1 << 18 else "u2"
     if rows >= 8 and lines <= 640:
         return "g2"
     if lines <= 96:
-        return "u2" if heads > 16 else "g2"
+        return "g2" if heads <= 16 else "u1" if work <= 4 << 20 else "u2"
     return "u4" if fits else "g4"
 
 
