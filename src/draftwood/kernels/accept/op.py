@@ -101,15 +101,16 @@ def choose(
     logprobs: bool = True,
     filters: bool = True,
     levels: int | None = None,
+    few_nodes: int = FEW_NODES,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Choose at verified nodes on torch's current stream; see ref.choose. Returns buffers.choices and buffers.scores.
 
     logits [M, V] float32 or bf16; live int32 [1] on the device: how many of the M nodes are real. logprobs: whether scores are
     wanted. filters: False only if no row of the batch has min-p, top-k or top-p, which then are not looked at: one launch less, and
-    a faster one. levels: None for a choice at every node; n if only nodes matter that a walk of at most n nodes meets: where there
-    are many others, the choices go down the trees level by level, and the others' logits are not read (their choices stay as
-    they were). Raises ValueError for tensors that do not fit.
+    a faster one. levels: None for a choice at every node; n if only nodes matter that a walk of at most n nodes meets: above
+    n * few_nodes of them (to be given by tests and benchmarks only) choices go down the trees level by level, and the others' logits
+    are not read (their choices stay as they were). Raises ValueError for tensors that do not fit.
     """
     m, v = logits.shape
     _check(logits, at, params, buffers, live)
@@ -129,7 +130,7 @@ def choose(
     b, (r, n) = buffers, at.tokens.shape
     fronts: list[tuple[Tensor | np.uint64, Tensor | np.uint64]] = [(_NULL, _NULL)]
     nodes, grid = m, (_spread(segments, m), m)
-    if levels is not None and levels > 1 and m > FEW_NODES * levels:
+    if levels is not None and levels > 1 and m > few_nodes * levels:
         nodes, grid = r, (max(r, _WALKED_BLOCKS), 1)
         fronts = [(b.front[i % 2], b.front[(i + 1) % 2]) for i in range(levels)]
         _kernel("start", 1, device)(

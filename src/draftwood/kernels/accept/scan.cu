@@ -117,6 +117,7 @@ scan(STEP_ARGUMENTS, const int* front, int R, float2* raw, float2* heat, u64* be
         const int at = chunk_token(s, c);
         held[c] = at < V ? fetch_logits<WIDE != 0>(logits, m * stride + at) : no_logits<WIDE != 0>();
       }
+      ask_ahead<WIDE != 0>(logits, m * stride, s + share.every, V);
       if (i == 0) prepare(a, step, m, path);           // with a barrier
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) {

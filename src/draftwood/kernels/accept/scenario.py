@@ -85,6 +85,28 @@ def logits(
     return out
 
 
+def lead(logits: Tensor, at: ref.Nodes, share: float, seed: int = 0) -> None:
+    """Make this share of the verified nodes that have children choose one, the one with the longest path below it."""
+    made = torch.Generator().manual_seed(seed)
+    parents, tokens = at.parents.tolist(), at.tokens.tolist()
+    best: list[dict[int, tuple[int, int]]] = []  # of each row: node -> (height, child) of its tallest child
+    for links in parents:
+        tallest: dict[int, tuple[int, int]] = {}
+        for n in range(len(links) - 1, 0, -1):
+            height = tallest[n][0] + 1 if n in tallest else 0
+            if height >= tallest.get(links[n], (0, 0))[0]:
+                tallest[links[n]] = height, n
+        best.append(tallest)
+    draws = torch.rand(len(at.rows), generator=made).tolist()
+    led = [
+        (m, tokens[r][best[r][n][1]])
+        for m, (r, n) in enumerate(zip(at.rows.tolist(), at.nodes.tolist(), strict=True))
+        if n in best[r] and draws[m] < share
+    ]
+    where = torch.tensor(led, device=logits.device).view(-1, 2)
+    logits[where[:, 0], where[:, 1]] = 60.0
+
+
 def held_back(params: ref.Params, at: ref.Nodes, vocab: int, seed: int = 0) -> tuple[ref.Params, ref.Nodes]:
     """The same with masks for two of three nodes, lines in any order, and floors of a few ids for every other row."""
     made, device = torch.Generator().manual_seed(seed), at.rows.device

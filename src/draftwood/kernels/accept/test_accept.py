@@ -41,6 +41,14 @@ def test_unfit_arguments_are_refused_in_one_line() -> None:
         op.walk(at, counts, buffers, op.allocate_path(1, 4, "cpu"))
 
 
+def test_choices_of_the_scenario_lead_down_the_longest_path() -> None:
+    at, counts = scenario.nodes([17, 1, 9], 64, "cpu")
+    x, buffers = scenario.logits(27, 64, "cpu"), scenario.buffers(at, 64)
+    scenario.lead(x, at, 1.0)
+    path = ref.walk(at, counts, x.argmax(-1), buffers.scores, 16)
+    assert (path.counts - 1 == at.depths.amax(1)).all() and path.counts.tolist()[1] == 1
+
+
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.int32) if x.dtype == torch.float32 else x
 
@@ -144,6 +152,26 @@ class TestOnDevice:
             tokens, scores = op.choose(poisoned, dataclasses.replace(at, rows=rows, nodes=nodes), given, buffers, live)
             assert torch.equal(tokens[:n], want[0][:n]) and torch.equal(bits(scores[:n]), bits(want[1][:n]))
             assert bool((tokens[n:] == -7).all())
+
+    @pytest.mark.parametrize(("vocab", "rows", "sharpness"), [(K26, 5, 1.3), (NANO, 128, 1.5), (NANO, 600, 2.0)])
+    def test_only_nodes_of_a_walk_are_read_and_walks_are_the_same(self, vocab: int, rows: int, sharpness: float) -> None:
+        """More rows than blocks share them, and than a block looks at in one go."""
+        forced = [r % 9 == 4 for r in range(rows)]
+        given = scenario.params(rows, vocab, "cuda")
+        at, counts = scenario.nodes([1 + r * 5 % 17 for r in range(rows)], vocab, "cuda", forced=forced)
+        x = scenario.logits(len(at.rows), vocab, "cuda", sharpness=sharpness)
+        scenario.lead(x, at, 0.8)
+        whole, part = scenario.buffers(at, vocab), scenario.buffers(at, vocab)
+        op.choose(x, at, given, whole)
+        want = op.walk(at, counts, whole, op.allocate_path(rows, 8, "cuda"))
+        met = torch.zeros(len(x), dtype=torch.bool, device="cuda")
+        met[want.chosen[want.chosen >= 0]] = True
+        x[~met] = float("nan")
+        op.choose(x, at, given, part, levels=8, few_nodes=0)
+        got = op.walk(at, counts, part, op.allocate_path(rows, 8, "cuda"))
+        for field in dataclasses.fields(want):
+            assert torch.equal(bits(getattr(got, field.name)), bits(getattr(want, field.name))), field.name
+        assert not part.choices[: len(x)][~met].any() and int(want.counts.max()) >= 4
 
     @pytest.mark.parametrize("rows", [1, 33, 128])
     def test_walks_are_the_references(self, rows: int) -> None:

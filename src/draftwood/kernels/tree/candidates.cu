@@ -113,6 +113,7 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
       const int at = chunk_token(s, c);
       held[c] = at < V ? fetch_logits<WIDE != 0>(logits, r * row_stride + d * depth_stride + at) : no_logits<WIDE != 0>();
     }
+    ask_ahead<WIDE != 0>(logits, r * row_stride + d * depth_stride, s + gridDim.x, V);
     const float heat = temperature[r], scale = beta[d];
     const bool hot = heat > COLD, noisy = hot && seeds && scale > 0.f;         // at scale 0 the noise is 0
     const u64 seed = noisy ? (u64)seeds[r] : 0;

@@ -24,6 +24,19 @@ __device__ __forceinline__ float value_of(u32 order) { return __uint_as_float(or
 __device__ __forceinline__ u32 order_of(float v) { return float_order(fmaxf(v, minus_infinity())); }     // NaN: as -inf
 
 
+// Ask L2 for this thread's tokens of a segment, so that they come faster when it is their turn.
+template <bool FLOAT32>
+__device__ __forceinline__ void ask_ahead(const void* logits, long long row, int s, int V) {
+#ifndef EMULATION
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    const int at = chunk_token(s, c);
+    const void* from = FLOAT32 ? (const void*)((const float*)logits + row + at) : (const void*)((const bf16*)logits + row + at);
+    if (at < V) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+  }
+#endif
+}
+
 __device__ __forceinline__ float highest_of(const float (&v)[PER]) {
   float most = v[0];
 #pragma unroll
