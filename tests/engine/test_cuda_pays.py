@@ -6,7 +6,6 @@ What is simulated: texts that the drafter finds easier or harder, its probabilit
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +53,7 @@ class Grown:
     logprob: NDArray[np.float64]
     parents: list[int]
     ranks: list[int]
+    depths: NDArray[np.int64]
 
     def walk(self, size: int, draws: NDArray[np.float64], true: float) -> list[int]:
         """Accepted nodes of the first `size` beyond the root. true: what the probabilities are really worth."""
@@ -66,6 +66,10 @@ class Grown:
             path.append(node)
         return path
 
+    def tokens(self, true: float) -> NDArray[np.float64]:
+        """Tokens that a step returns on average with its first 0 .. 64 nodes beyond the root."""
+        return np.cumsum(np.exp(self.logprob) * true**self.depths)
+
 
 def grown(g: np.random.Generator, ease: float) -> Grown:
     """A tree by cumulative probability, of a text that is about as easy as that."""
@@ -74,97 +78,106 @@ def grown(g: np.random.Generator, ease: float) -> Grown:
     shares = np.array([0.45, 0.2475, 0.1361])
     said = -np.sort(-np.concatenate([first[:, None], (1 - first)[:, None] * shares], 1), 1)
     logs, heap = np.log(said), [(-float(np.log(said[0, 0])), 0, (0,))]
-    found, index = [(0.0, -1, 0)], {(): 0}
+    found, index = [(0.0, -1, 0, 0)], {(): 0}
     while heap and len(found) <= MOST:
         less, _, path = heapq.heappop(heap)
         depth, rank = len(path) - 1, path[-1]
         index[path] = len(found)
-        found.append((-less, index[path[:-1]], rank))
+        found.append((-less, index[path[:-1]], rank, depth + 1))
         if rank + 1 < RANKS:
             sibling = (*path[:-1], rank + 1)
             heapq.heappush(heap, (less + float(logs[depth, rank] - logs[depth, rank + 1]), len(found), sibling))
         if depth + 1 < DEPTH:
             heapq.heappush(heap, (less - float(logs[depth + 1, 0]), len(found), (*path, 0)))
-    logprob, parents, ranks = zip(*found, strict=True)
-    return Grown(said, np.array(logprob), list(parents), list(ranks))
+    logprob, parents, ranks, depths = zip(*found, strict=True)
+    return Grown(said, np.array(logprob), list(parents), list(ranks), np.array(depths))
+
+
+SETTLE = 64
+"""Steps before anything is counted."""
 
 
 class Run:
-    """Rows that decode texts drawn from a few, one after another."""
+    """Rows that decode texts drawn from a few, in every step others. What steps return is counted on average, what is learned from
+    them is drawn."""
 
-    def __init__(self, machine: Machine, ease: float, true: float, seed: int = 0) -> None:
-        g = np.random.default_rng(seed)
-        self.machine, self.true = machine, true
-        self.texts = [grown(g, ease) for _ in range(150)]
+    def __init__(self, machine: Machine, rows: int, steps: int, ease: float, true: float = 1.0, seed: int = 0) -> None:
+        self._g = np.random.default_rng(seed)
+        self.machine, self.rows, self.true = machine, rows, true
+        self.texts = [grown(self._g, ease) for _ in range(150)]
         self.logprob = torch.tensor(np.stack([text.logprob for text in self.texts]), dtype=torch.float32)
+        self.tokens = np.stack([text.tokens(true) for text in self.texts])
+        self.order = self._g.integers(len(self.texts), size=(SETTLE + steps, rows))
 
-    def fixed(self, rows: int, budget: int, steps: int) -> float:
+    def fixed(self, budget: int) -> float:
         """Tokens per second with trees of one size."""
-        if budget == 0:
-            return rows / self.machine.seconds(rows, rows, 0)
-        g, tokens = np.random.default_rng(1), 0
-        for _ in range(steps * rows):
-            tokens += len(self.texts[g.integers(len(self.texts))].walk(budget, g.random(DEPTH), self.true))
-        cap = next(c for c in sizes_ref.CAPS if c >= budget)
-        return tokens / steps / self.machine.seconds(rows, rows * (1 + budget), cap)
+        cap = next((c for c in sizes_ref.CAPS if c >= budget), 0) if budget else 0
+        mean = float(self.tokens[self.order[SETTLE:], budget].sum(1).mean())
+        return mean / self.machine.seconds(self.rows, self.rows * (1 + budget), cap)
 
-    def automatic(self, rows: int, settle: int, steps: int) -> tuple[float, float]:
-        """Tokens per second with trees of automatic size, and nodes of a row beyond its root."""
-        g = np.random.default_rng(1)
+    def automatic(self) -> float:
+        """Tokens per second with trees of automatic size."""
+        rows = self.rows
         auto = AutoTrees(Sizes.make(2048, rows, 8, 64, 512), rows, 2048, torch.device("cpu"))
         auto.measure(lambda r, n, context, cap: (self.machine.seconds(r, r * n, cap), r * n))
         plan = StepPlan((), tuple(range(rows)), ((),) * rows, (True,) * rows, (64,) * rows, (True,) * rows, 7, 1000)
-        tokens = seconds = nodes = 0.0
+        tokens = seconds = 0.0
         late = None  # what a step has told is known when the next one has been launched
-        for step in range(settle + steps):
-            if step == settle:
-                tokens = seconds = nodes = 0.0
+        for step, texts in enumerate(self.order):
             sized = auto.sized(plan)
-            told = None
-            if max(sized.budgets) == 0:
-                count, came, cap = rows, rows, 0
-            else:
+            counts, cap, told = np.ones(rows, np.int64), 0, None
+            if max(sized.budgets):
                 key = auto._sizes.key(rows, max(sized.budgets), False)
                 cap = key.budget
-                counts, came, fitted = self._step(auto, key.rows, cap, g.integers(len(self.texts), size=rows), g)
-                count = int(counts.sum())
+                counts, came, fitted = self._step(auto, key.rows, cap, texts)
                 told = (sized, key, fitted.expected.tolist(), fitted.sized.tolist(), came)
             if late is not None:
                 auto.learn(*late)
             late = told
-            tokens, nodes = tokens + came, nodes + count / rows - 1
-            seconds += self.machine.seconds(rows, count, cap)
-        return tokens / seconds, nodes / steps
+            if step >= SETTLE:
+                tokens += float(self.tokens[texts, counts - 1].sum())
+                seconds += self.machine.seconds(rows, int(counts.sum()), cap)
+        return tokens / seconds
+
+    def ratio(self) -> float:
+        """Automatic trees over the best fixed budget."""
+        return self.automatic() / max(map(self.fixed, FIXED))
 
     def _step(
-        self, auto: AutoTrees, graph: int, cap: int, texts: Sequence[int], g: np.random.Generator
-    ) -> tuple[torch.Tensor, int, sizes_ref.Fitted]:
+        self, auto: AutoTrees, graph: int, cap: int, texts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], int, sizes_ref.Fitted]:
         """Cut, walk and learn as a step does; return live nodes, tokens and what was told."""
-        rows = len(texts)
+        rows = self.rows
         trees, fitted = tree_op.allocate_trees(rows, "cpu"), sizes_op.allocate_fitted("cpu")
-        trees = Trees(**{**vars(trees), "logprob": self.logprob[torch.tensor(texts)]})
+        trees = Trees(**{**vars(trees), "logprob": self.logprob[torch.from_numpy(texts)]})
         trees.counts.fill_(1 + cap)
         one, heat = torch.tensor([rows], dtype=torch.int32), torch.zeros(rows)
         flags = torch.ones(rows, dtype=torch.uint8)
         sizes_ref.fit(one, one, flags, trees, heat, auto.calibration, auto.costs[graph], sizes_ref.CAPS.index(cap), fitted)
         path = accept_op.allocate_path(rows, 1 + DEPTH, "cpu")
         for r, text in enumerate(texts):
-            walked = self.texts[text].walk(int(trees.counts[r]) - 1, g.random(DEPTH), self.true)
+            walked = self.texts[text].walk(int(trees.counts[r]) - 1, self._g.random(DEPTH), self.true)
             path.nodes[r, : len(walked)], path.counts[r] = torch.tensor(walked), len(walked)
         sizes_ref.learn(one, trees, heat, path, auto.calibration)
-        return trees.counts, int(path.counts.sum()), fitted
+        return trees.counts.numpy(), int(path.counts.sum()), fitted
 
 
-def ratio(run: Run, rows: int, settle: int, steps: int, fixed_steps: int) -> float:
-    """Automatic trees over the best fixed budget."""
-    best = max(run.fixed(rows, budget, fixed_steps) for budget in FIXED)
-    return run.automatic(rows, settle, steps)[0] / best
+slow = pytest.mark.slow
+CASES = [
+    (1, -2.0, 1.0, 0.1),
+    (4, -0.55, 1.0, 0.05),
+    (16, 0.5, 1.0, 0.1),
+    *(
+        pytest.param(rows, ease, true, graph, marks=slow)
+        for rows in (1, 3, 8, 16)
+        for ease, true, graph in ((-2.0, 1.0, 0.0), (0.5, 0.75, 0.05), (1.5, 1.0, 0.15), (3.0, 0.9, 0.1))
+    ),
+    *(pytest.param(64, *rest, marks=slow) for rest in ((0.8, 0.9, 0.1), (3.0, 0.75, 0.0), (4.0, 1.0, 0.1))),
+]
 
 
-@pytest.mark.parametrize("graph", [0.0, 0.1])
-@pytest.mark.parametrize("ease", [-2.0, 0.5, 3.0])
-@pytest.mark.parametrize("rows", [1, 4, 16])
-def test_automatic_trees_are_not_worse_than_the_best_fixed_budget(rows, ease, graph):
-    """Accept lengths at a budget of 8 are about 2.3, 3.3 and 5.6. The promise is .97 at any load, and in the mean of a run."""
-    run = Run(Machine(graph), ease, 1.0)
-    assert ratio(run, rows, 64, 480 // rows + 60, 600 // rows + 40) >= 0.97
+@pytest.mark.parametrize(("rows", "ease", "true", "graph"), CASES)
+def test_automatic_trees_are_not_worse_than_the_best_fixed_budget(rows, ease, true, graph):
+    """Accept lengths at a budget of 8 are 2.2 to 2.5, 3.3, 4.2, 5.6 and 6.8 for these texts, and up to a third less where the
+    drafter promises too much. The promise is .97 at any load."""
+    assert Run(Machine(graph), rows, max(400 // rows, 80), ease, true).ratio() >= 0.97

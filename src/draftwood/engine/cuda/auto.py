@@ -25,9 +25,9 @@ from draftwood.model.cuda.keys import Key, Sizes
 
 NEAR = 1024
 """Committed tokens of the rows whose steps are timed."""
-POINTS = {8: (2, 5, 9), 16: (2, 9, 17), 32: (2, 9, 17, 33), 64: (2, 9, 17, 33, 65)}
-"""Nodes of a row, the root included, at which steps of each graph are timed."""
-MOST_POINTS = max(map(len, POINTS.values()))
+NODES = (2, 3, 5, 9, 17, 33, 65)
+"""Nodes of a row, the root included, at which steps of each graph are timed that has room for them: the same for all graphs, for
+times bend, and what is between two points must be as wrong in one graph as in another."""
 FAR = 16384
 """Committed tokens at which steps are timed a second time, where rows may be that long: attention is no small part there."""
 MOVED = 1.25
@@ -58,7 +58,7 @@ class _Curve:
         near = np.minimum.accumulate(near[::-1])[::-1]
         part = (totals - totals[0]) / (totals[-1] - totals[0])
         curve = _Curve(totals, near, near + added[0] + (added[1] - added[0]) * part)
-        while len(curve.totals) < MOST_POINTS:
+        while len(curve.totals) < len(NODES):
             curve = curve._longer()
         return curve
 
@@ -113,8 +113,8 @@ class AutoTrees:
         """Running sums of tokens of steps that drafted."""
 
     def _empty(self) -> Costs:
-        totals = torch.arange(1, 1 + MOST_POINTS, dtype=torch.int32, device=self._device).repeat(len(CAPS), 1)
-        return Costs(totals, torch.ones(len(CAPS), MOST_POINTS, device=self._device))
+        totals = torch.arange(1, 1 + len(NODES), dtype=torch.int32, device=self._device).repeat(len(CAPS), 1)
+        return Costs(totals, torch.ones(len(CAPS), len(NODES), device=self._device))
 
     # ------------------------------------------------------------------------------------------------- what steps cost
 
@@ -137,7 +137,7 @@ class AutoTrees:
         curves = list[_Curve]()
         for cap in self.caps:
             points = list[tuple[float, int]]()
-            nodes = POINTS[cap]
+            nodes = [n for n in NODES if n <= 1 + cap]
             for n in nodes:
                 points.append(time(count, n, self.contexts[0], cap))
                 if len(points) > 1 and points[-1][0] > self._sizes.path * plain:
@@ -208,7 +208,8 @@ class AutoTrees:
             return
         self._expected = FADES * self._expected + expected[tried] / ONE
         self._came = FADES * self._came + came
-        told, plain = self._told[key.rows], rows / self.plain_seconds(rows)
+        told, plain = self._told[key.rows], self.plain_seconds(rows)
         bias = (self._came + SURE) / (self._expected + SURE)
-        rates = [bias * expected[c] / ONE / told.drafted(c, sized[c]) for c in range(tried + 1)]
-        self.budgets.learn(load, most, [rate / plain for rate in rates])
+        lasted = [told.drafted(c, sized[c]) / plain for c in range(tried + 1)]
+        over_plain = [bias * expected[c] / ONE / rows / lasted[c] for c in range(tried + 1)]
+        self.budgets.learn(load, most, over_plain, lasted[-1])

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 FIRST = 16
 """Nodes to grow before anything is known."""
-SHORTEST, LONGEST = 8, 64
+SHORTEST, LONGEST = 8, 128
 """Steps between two tries of drafting that did not pay, and of a size above the best known one."""
+SHARE = 0.01
+"""Of all time: what tries of drafting that does not pay may cost."""
 PULL = 0.1
 """Weight of a step beside what many have told."""
 
@@ -29,7 +31,6 @@ class _Load:
     ratios: list[float] = field(default_factory=list)
     known: list[int] = field(default_factory=list)
     """Steps that told each ratio."""
-    pause: int = SHORTEST
     waiting: int = 0
     look: int = SHORTEST
     since: int = 0
@@ -75,8 +76,9 @@ class Budgets:
             return self.sizes[state.best + 1]
         return self.sizes[state.best]
 
-    def learn(self, load: int, most: int, over_plain: Sequence[float]) -> None:
-        """Take note of a step that drafted: tokens per second over plain decoding's, with each size up to the one that it had."""
+    def learn(self, load: int, most: int, over_plain: Sequence[float], lasted: float) -> None:
+        """Take note of a step that drafted: tokens per second over plain decoding's, with each size up to the one that it had, and
+        how many plain steps it took as long as."""
         state, tried = self._load(load, most), len(over_plain) - 1
         state.steps += 1
         state.advantage += (over_plain[0] - state.advantage) * max(1 / state.steps, PULL)
@@ -91,8 +93,7 @@ class Budgets:
         elif tried > best:
             state.look = min(2 * state.look, LONGEST)
         state.best = best
-        if state.over_plain(best) >= 1:
-            state.pause = SHORTEST
-            return
-        state.waiting, state.pause = state.pause, min(2 * state.pause, LONGEST)
-        state.steps = 1  # the next try weighs as much as all that is known by then
+        found = state.over_plain(best)
+        if found < 1:
+            state.waiting = round(min(max((1 - found) * lasted / SHARE, SHORTEST), LONGEST))
+            state.steps = 1  # the next try weighs as much as all that is known by then

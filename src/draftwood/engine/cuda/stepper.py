@@ -27,8 +27,8 @@ from draftwood.spec.tree import Tree
 
 FEW = 16
 """Rows of logits whose likeliest tokens are looked for at once (50 MB for K2.6's)."""
-REPEATS = 3
-"""How often a step is timed for automatic trees; the fastest counts."""
+REPEATS, LONG = 3, 0.1
+"""How often a step is timed for automatic trees, the fastest counts; and seconds after which it is not timed again."""
 
 
 def short_of_memory(plan: Plan) -> ConfigError:
@@ -170,7 +170,7 @@ class CudaStepper:
         key = self.sizes.key(rows, trees, False)
         launch = self.prepare(key)
         found = []
-        for _ in range(REPEATS):
+        while len(found) < REPEATS and sum(found) < LONG:
             self.rows.rehearse(rows, nodes - 1, context, self.plan.num_pages)
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             marks[0].record()
