@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftwood.model.config import DrafterConfig
 from draftwood.model.layers import Dense, Linear, Norm, halves_to_pairs, linear, rope_table, rotate_pairs_
@@ -87,20 +88,20 @@ class DraftLayer:
     def __init__(self, weights: DrafterLayerWeights, config: DrafterConfig, comm: Comm) -> None:
         d = self.head_dim = config.head_dim
         self.comm = comm
-        self.scale = torch.tensor(d**-0.5, device=weights.q.device)
         self.q_heads, self.kv_heads = weights.q.shape[0] // d, weights.k.shape[0] // d
         # Rows reordered so that a rotation is one complex product (`layers.halves_to_pairs`).
         q, k = halves_to_pairs(weights.q, d), halves_to_pairs(weights.k, d)
         self.qkv, self.o = Linear(torch.cat((q, k, weights.v))), Linear(weights.o)
         q_norm, k_norm = halves_to_pairs(weights.q_norm, d), halves_to_pairs(weights.k_norm, d)
-        per_head = torch.cat((q_norm.expand(self.q_heads, d), k_norm.expand(self.kv_heads, d)))
-        self.qk_norm = Norm(per_head, config.rms_norm_eps)
+        # Attention's scale is in the queries' gain: one call less, and call by call is what a small block costs.
+        per_head = torch.cat(((q_norm * d**-0.5).expand(self.q_heads, d), k_norm.expand(self.kv_heads, d)))
+        self.qk_norm = Norm(per_head.unsqueeze(1), config.rms_norm_eps)
         self.input_norm = Norm(weights.input_norm, config.rms_norm_eps)
         self.post_norm = Norm(weights.post_norm, config.rms_norm_eps)
         self.mlp = Dense(weights.mlp)
 
     def __call__(self, x: Tensor, turns: Tensor, context: Context, index: int) -> Tensor:
-        """x [R * B, H] residual stream of the blocks, turns [R * B, d / 2] -> [R * B, H]."""
+        """x [R * B, H] residual stream of the blocks, turns [R, 1, B, d / 2] -> [R * B, H]."""
         inner = self.input_norm(x)
         x = x + self.comm.all_reduce(self._attend(inner, turns, *context.layer(index), context))
         return x + self.comm.all_reduce(self.mlp(self.post_norm(x)))
@@ -108,19 +109,18 @@ class DraftLayer:
     def _attend(self, x: Tensor, turns: Tensor, past_k: Tensor, past_v: Tensor, context: Context) -> Tensor:
         r, g, c = context.rows, self.kv_heads, context.size
         share, b = self.q_heads // g, x.shape[0] // r
-        qk, v = self.qkv(x).view(r * b, -1, self.head_dim).split((self.q_heads + g, g), 1)
-        qk = self.qk_norm(qk)
-        qk = rotate_pairs_(qk, turns.unsqueeze(1)).view(r, b, -1, self.head_dim).transpose(1, 2)
+        # Heads first, in one copy: what follows are views where there is one row.
+        heads = self.qkv(x).view(r, b, -1, self.head_dim).transpose(1, 2).contiguous()
+        qk, v = heads.split((self.q_heads + g, g), 1)
+        qk = rotate_pairs_(self.qk_norm(qk), turns)
         # Query heads that share a key head are its rows: [r * g, share * b, d].
-        q = qk[:, : self.q_heads].reshape(r * g, share * b, -1)
-        k = qk[:, self.q_heads :].reshape(r * g, b, -1)
-        v = v.reshape(r, b, g, -1).transpose(1, 2).reshape(r * g, b, -1)
+        q, k = (part.reshape(r * g, -1, self.head_dim) for part in qk.split((self.q_heads, g), 1))
+        v = v.reshape(r * g, b, -1)
         # Two products instead of copying the context beside the block.
         logits = torch.cat((torch.bmm(q, past_k.transpose(1, 2).to(q.dtype)), torch.bmm(q, k.transpose(1, 2))), -1)
-        logits = logits.float().mul_(self.scale)
         if context.mask is not None:
             logits.view(r, g, share * b, -1)[..., :c].add_(context.mask)
-        weights = torch.softmax(logits, -1).to(q.dtype)
+        weights = torch.softmax(logits, -1, dtype=torch.float32).to(q.dtype)
         seen = torch.baddbmm(torch.bmm(weights[..., :c], past_v.to(q.dtype)), weights[..., c:], v)
         return self.o(seen.view(r, self.q_heads, b, -1).transpose(1, 2).reshape(r * b, -1))
 
@@ -143,12 +143,14 @@ class Drafter:
             raise ValueError(f"a layout of {layout.world} ranks does not fit {comm.world} connected ranks")
         self.config, self.comm, self.dtype = config, comm, dtype
         self.embed, self.lm_head = embed, linear(lm_head)
-        self.masked = embed[config.mask_token_id].expand(config.block_size - 1, -1)
         self.fc = Linear(weights.fc)
         self.hidden_norm = Norm(weights.hidden_norm, config.rms_norm_eps)
         self.norm = Norm(weights.norm, config.rms_norm_eps)
         self.layers = [DraftLayer(layer, config, comm) for layer in weights.layers]
-        self.turns = rope_table(config.rope, config.head_dim, config.max_position, config.amplitude, embed.device)
+        # Masked places may reach beyond the last position; what is guessed there is never committed.
+        places = config.max_position + config.block_size
+        self.turns = rope_table(config.rope, config.head_dim, places, config.amplitude, embed.device)
+        self.ahead = torch.arange(config.block_size, device=embed.device)
         # Context keys and values of all layers in one product: [layers * kv_heads' * d, H] keys, then values.
         keys = [halves_to_pairs(layer.k, config.head_dim) for layer in weights.layers]
         self.context_kv = Linear(torch.cat(keys + [layer.v for layer in weights.layers]))
@@ -165,11 +167,10 @@ class Drafter:
         if not 2 <= block <= self.config.block_size:
             raise ValueError(f"block {block} is outside 2..{self.config.block_size}")
         r = roots.shape[0]
-        known = self.embed.index_select(0, roots).unsqueeze(1)
-        x = torch.cat((known, self.masked[: block - 1].expand(r, -1, -1)), 1).flatten(0, 1)
-        # Masked places may reach beyond the last position of the table; what is there is never committed.
-        positions = (window.lengths.unsqueeze(1) + torch.arange(block, device=roots.device)).flatten()
-        turns = self.turns.index_select(0, positions.clamp_(max=self.turns.shape[0] - 1))
+        tokens = F.pad(roots.unsqueeze(1), (0, block - 1), value=self.config.mask_token_id)
+        x = self.embed.index_select(0, tokens.flatten())
+        positions = window.lengths.unsqueeze(1) + self.ahead[:block]
+        turns = self.turns.index_select(0, positions.flatten()).view(r, 1, block, -1)
         context = Context(window)
         for index, layer in enumerate(self.layers):
             x = layer(x, turns, context, index)
