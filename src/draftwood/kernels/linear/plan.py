@@ -164,9 +164,9 @@ def stream_form(shape: Shape, machine: Machine = H200) -> Form:
     return Form("linear_stream", macros, 32 * best.warps, shared, 16 * n_warps, 8, cluster)
 
 
-def _wide_shared(warps: int, tiles: int, depth: int, x_steps: int) -> int:
-    ring = warps * depth * 4096 + (depth - 2 + 2 * x_steps) * tiles * 1024
-    return max(ring, tiles * 8 * (warps * 32 + 4) * 4)
+def _wide_shared(warps: int, tiles: int, depth: int, x_steps: int, warp_tiles: int = 2) -> int:
+    ring = warps * depth * 2048 * warp_tiles + (depth - 2 + 2 * x_steps) * tiles * 1024
+    return max(ring, tiles * 8 * (warps * 16 * warp_tiles + 4) * 4)
 
 
 ALONE = (1.2, 1.05, 1.0)
@@ -210,6 +210,37 @@ def _wide_form(shape: Shape, tiles: int, block: int, depth: int, x_steps: int) -
     s, warps = segments(shape), -(-block // 2)
     macros = _macros(shape, CLUSTER=s, TILES=tiles, BLOCK=block, DEPTH=depth, XSTEPS=x_steps)
     return Form("linear_wide", macros, 32 * warps, _wide_shared(warps, tiles, depth, x_steps), 16 * block, 8 * tiles, s)
+
+
+TALL_WARPS = {5: 12, 9: 8}
+"""As TILES for the wide kernel with four row tiles for a warp, where it can be better: fewer reads of x, fewer warps."""
+
+
+def _tall_form(shape: Shape, tiles: int, block: int, depth: int, x_steps: int) -> Form:
+    s, warps = segments(shape), -(-block // 4)
+    macros = _macros(shape, CLUSTER=s, TILES=tiles, BLOCK=block, DEPTH=depth, XSTEPS=x_steps, WARP_TILES=4)
+    return Form("linear_wide", macros, 32 * warps, _wide_shared(warps, tiles, depth, x_steps, 4), 16 * block, 8 * tiles, s)
+
+
+@functools.cache
+def tall_forms(shape: Shape, tiles: int) -> tuple[Form, ...]:
+    """Return the two cheapest forms of the wide kernel with four row tiles for a warp, for one pass of an H200."""
+    s, fits = segments(shape), []
+    for block in range(9, 4 * TALL_WARPS[tiles] + 1):
+        warps, blocks = -(-block // 4), -(-shape.outputs // (16 * block)) * shape.heads * s
+        for resident, depth in itertools.product(range(1, TALL_WARPS[tiles] // warps + 1), (3, 4, 5)):
+            shared = _wide_shared(warps, tiles, depth, 1, 4)
+            if (shared + RESERVED) * resident <= H200.total and shared <= H200.block:
+                fits.append(_Fit(block, warps, resident, blocks, depth, 1))
+
+    def cost(f: _Fit) -> tuple[float, int]:
+        total = f.load(s, H200) * f.starved(8192, H200) ** 0.5 * (1 + 0.08 * tiles / f.tiles + 0.02 * (-f.tiles % 4) / f.tiles)
+        return round(total, 2), -f.depth
+
+    found: dict[int, Form] = {}
+    for best in sorted(fits, key=cost):
+        found.setdefault(best.together(H200), _tall_form(shape, tiles, best.tiles, best.depth, best.x_steps))
+    return tuple(found.values())[:2]
 
 
 def _gmma_shared(block: int, tiles: int, depth: int, x_steps: int) -> int:
@@ -280,7 +311,7 @@ def computed(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]:
     return wide_forms(shape, tiles, machine, passes)
 
 
-_MAKE = {"wide": _wide_form, "gmma": _gmma_form}
+_MAKE = {"wide": _wide_form, "tall": _tall_form, "gmma": _gmma_form}
 KNOBS = ("BLOCK", "DEPTH", "XSTEPS")
 """Macros that TUNED gives, in its order."""
 
@@ -300,11 +331,12 @@ def _passes(n: int) -> tuple[int, int]:
 
 def candidates(shape: Shape, n: int) -> tuple[Form, ...]:
     """Return what a sweep of an H200 measures for `n` rows of x, the form in use first: of the forms that it has measured before
-    that one and the cheapest by counting, and those of the warp-group kernel."""
-    return tuple(dict.fromkeys((*forms_for(shape, n)[:2], *gmma_forms(shape, *_passes(n)))))
+    that one and the cheapest by counting, and those of the kernels with taller warps and of warp groups."""
+    tiles, passes = _passes(n)
+    tall = tall_forms(shape, tiles) if passes == 1 and tiles in TALL_WARPS else ()
+    return tuple(dict.fromkeys((*forms_for(shape, n)[:2], *tall, *gmma_forms(shape, tiles, passes))))
 
 
-@functools.cache
 def form_for(shape: Shape, n: int, machine: Machine = H200) -> Form:
     """Return what runs `n` rows of x."""
     return forms_for(shape, n, machine)[0]

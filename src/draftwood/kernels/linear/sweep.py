@@ -100,7 +100,8 @@ def choose(lines: Iterable[dict[str, Any]]) -> str:
     times: dict[tuple[int, str], dict[tuple[Any, ...], float]] = {}
     for line in lines:
         if line["same_bits"] and line["rows"] > plan.STREAM_ROWS:
-            form = (line["entry"].removeprefix("linear_"), *(line[knob] for knob in plan.KNOBS))
+            kernel = "tall" if line.get("WARP_TILES") else line["entry"].removeprefix("linear_")
+            form = (kernel, *(line[knob] for knob in plan.KNOBS))
             times.setdefault((line["rows"], line["case"]), {})[form] = line["us"]
     names, found = list(shapes()), {}
     for n, name in sorted(times, key=lambda key: (key[0], names.index(key[1]))):

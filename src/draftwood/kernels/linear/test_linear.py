@@ -172,7 +172,8 @@ def test_forms_measured_to_be_the_fastest_are_used() -> None:
     shapes = {(s.outputs, s.inputs, s.heads): s for world in (1, 8) for s in plan.k26_shapes(world).values()}
     for (*key, tiles), (kernel, *knobs) in TUNED.items():
         form = plan.form_for(shapes[tuple(key)], 8 * tiles)
-        assert form.entry == f"linear_{kernel}" and [dict(form.macros)[k] for k in plan.KNOBS] == knobs
+        assert form.entry == f"linear_{'wide' if kernel == 'tall' else kernel}"
+        assert [dict(form.macros)[k] for k in plan.KNOBS] == knobs
 
 
 def test_a_sweep_chooses_the_fastest_form_of_the_right_bits() -> None:
@@ -216,8 +217,11 @@ def test_kernels_of_the_largest_forms_stay_within_limits(arch: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "n"), [("o", 65), ("gate_up/8", 128), ("nano down", 9), ("w_uv", 40), ("o", 8)])
-def test_warp_group_forms_stay_within_limits(name: str, n: int) -> None:
-    for form in plan.gmma_forms(FEW[name], *plan._passes(n))[:1]:
+def test_tall_and_warp_group_forms_stay_within_limits(name: str, n: int) -> None:
+    tiles, passes = plan._passes(n)
+    for form in plan.tall_forms(FEW[name], tiles)[:1] if tiles in plan.TALL_WARPS else ():
+        check.check("linear", Variant(op.source(form), form.threads, form.shared, archs=("sm_90a",)), "sm_90a")
+    for form in plan.gmma_forms(FEW[name], tiles, passes)[:1]:
         resident = plan.GMMA_WARPS[form.tokens // 8] // (form.threads // 32)
         variant = Variant(op.source(form), form.threads, form.shared, max(resident, 1), archs=("sm_90a",))
         check.check("linear", variant, "sm_90a")
@@ -301,13 +305,13 @@ class TestOnDevice:
                 assert torch.equal(_bits(op.linear(x[:n].contiguous(), weight, form=form)), _bits(want[:n])), (form, n)
 
     @pytest.mark.parametrize("name", ["q_a", "o", "w_uv", "gate_up/8", "nano down", "nano o/8", "nano gate_up/8"])
-    def test_warp_group_products_have_the_bits_of_the_others(self, name: str) -> None:
+    def test_candidates_have_the_bits_of_the_forms_in_use(self, name: str) -> None:
         if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("only sm_90a has them")
+            pytest.skip("they are an H200's")
         x, weight = _random(FEW[name], 300)
         want = op.linear(x, weight)
         for n in (1, 8, 9, 17, 33, 65, 127, 128, 300):
-            for form in plan.gmma_forms(weight.shape, *plan._passes(n)):
+            for form in plan.candidates(weight.shape, n):
                 got = op.linear(x[:n].contiguous(), weight, form=form)
                 assert torch.equal(_bits(got), _bits(want[:n])), (form, n)
                 few = torch.full_like(got, 7.0)
