@@ -201,9 +201,9 @@ class Bench:
         took = timed(run, "", self.names)
         self.report.line(
             rows=rows, budget=budget, ms=took * 1e3, floor_ms=floor * 1e3, x_floor=took / floor, experts=experts,
-            launches=total(work.launches(self.target.sizes, forward.bucket)),
+            launches=total(work.launches(self.target.sizes, forward.bucket, router=self.target.router)),
         )  # fmt: skip
-        want = run()[0].clone()
+        want, usual = run()[0].clone(), (self.target.router, self.target.apart, self.target.reach)
         for router, apart, reach in CHOICES:
             if self.report.late or (router != "parts" and forward.bucket.tokens > route_op.WHOLE_ROWS):
                 continue
@@ -214,7 +214,7 @@ class Bench:
                 rows=rows, budget=budget, router=router, apart=apart, asked_for=f"{reach.o >> 20}+{reach.shared >> 20} MiB",
                 ms=took * 1e3, same_bits=bool(torch.equal(other()[0], want)),
             )  # fmt: skip
-        self.target.router, self.target.apart, self.target.reach = "parts", False, Reach()
+        self.target.router, self.target.apart, self.target.reach = usual
         self.report.line(rows=rows, budget=budget, order=LATE, ms=timed(run, LATE, self.names) * 1e3)
 
     def families(self, rows: int, budget: int) -> None:
