@@ -109,8 +109,8 @@ def choose(
     logits [M, V] float32 or bf16; live int32 [1] on the device: how many of the M nodes are real. logprobs: whether scores are
     wanted. filters: False only if no row of the batch has min-p, top-k or top-p, which then are not looked at: one launch less, and
     a faster one. levels: None for a choice at every node; n if only nodes matter that a walk of at most n nodes meets: above
-    n * few_nodes of them (to be given by tests and benchmarks only) choices go down the trees level by level, and the others' logits
-    are not read (their choices stay as they were). Raises ValueError for tensors that do not fit.
+    n * few_nodes of them (to be given by tests and benchmarks only) choices go down the trees level by level, and logits of the
+    others are not read (their choices stay as they were). Raises ValueError for tensors that do not fit.
     """
     m, v = logits.shape
     _check(logits, at, params, buffers, live)

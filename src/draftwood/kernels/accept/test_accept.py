@@ -35,6 +35,8 @@ def test_unfit_arguments_are_refused_in_one_line() -> None:
         op.choose(x, at, dataclasses.replace(given, history=None), buffers)
     with pytest.raises(ValueError, match="do not fit buffers"):
         op.choose(x, at, given, op.allocate(2, 2, 3, 64, "cpu"))
+    with pytest.raises(ValueError, match="at least one level"):
+        op.choose(x, at, given, buffers, levels=0)
     with pytest.raises(ValueError, match="counts must be"):
         op.walk(at, counts.int(), buffers, op.allocate_path(2, 4, "cpu"))
     with pytest.raises(ValueError, match="trees of 3 nodes"):

@@ -1,6 +1,6 @@
 // The start of a step: what the host says about each place and what the device knows of its row become lengths, roots and trees.
 // And, where prompts run beside trees, which live nodes are verified. A block for each place.
-#include "../rounded.cuh"
+#include "../before.cuh"
 
 constexpr int BEGIN_THREADS = 64;
 
@@ -39,20 +39,12 @@ begin_step(const int* live, const int* free, const long long* ids, const long lo
 extern "C" __global__ void __launch_bounds__(BEGIN_THREADS)
 list_verified(const int* live, const int* free, const unsigned char* emits, const long long* counts, const long long* starts,
        long long* index, long long* rows, long long* nodes, int* verified) {
-  __shared__ int sums[BEGIN_THREADS / 32];
   const int r = blockIdx.x, tid = threadIdx.x;
   pdl_wait();
   pdl_go();
   const int places = min((int)gridDim.x, load_int(live)), decoding = load_int(free);
-  int before = 0;
-  for (int i = tid; i < min(r, places); i += BEGIN_THREADS) before += i < decoding ? (int)load_long(counts + i) : emits[i] ? 1 : 0;
-#pragma unroll
-  for (int d = 16; d > 0; d >>= 1) before += __shfl_xor_sync(ALL_LANES, before, d);
-  if ((tid & 31) == 0) sums[tid >> 5] = before;
-  __syncthreads();
-  before = 0;
-#pragma unroll
-  for (int w = 0; w < BEGIN_THREADS / 32; w++) before += sums[w];
+  auto count = [&](int i) { return i < decoding ? (int)load_long(counts + i) : emits[i] ? 1 : 0; };
+  const int before = sum_before<BEGIN_THREADS>(min(r, places), count);
   const int all = r < places ? (int)load_long(counts + r) : 0, skipped = r < decoding ? 0 : all - 1;
   const int n = r >= places ? 0 : r < decoding ? all : emits[r] ? 1 : 0;
   if (tid == 0 && r == (int)gridDim.x - 1) *verified = before + n;

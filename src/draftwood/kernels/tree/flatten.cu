@@ -1,5 +1,5 @@
 // Live nodes of all rows, one after another, as the layers of the target read them. A block per row finds its own start.
-#include "../rounded.cuh"
+#include "../before.cuh"
 
 constexpr int FLATTEN_THREADS = 128;
 
@@ -11,20 +11,11 @@ flatten(const long long* tree_tokens, const long long* tree_positions, const u64
         const long long* lengths, const int* table, const int* rows, int N, int pages, int page, long long* starts, int* total,
         long long* slots, long long* tokens, long long* positions, long long* places, long long* row_of, long long* node_of,
         u64* ancestors) {
-  __shared__ int sums[FLATTEN_THREADS / 32];
   const int r = blockIdx.x, R = gridDim.x, tid = threadIdx.x;
   pdl_wait();
   pdl_go();
   const int live = rows ? min(R, load_int(rows)) : R, end = min(r, live);
-  int before = 0;
-  for (int i = tid; i < end; i += FLATTEN_THREADS) before += (int)load_long(counts + i);   // nobody writes the counts of live rows
-#pragma unroll
-  for (int d = 16; d > 0; d >>= 1) before += __shfl_xor_sync(ALL_LANES, before, d);
-  if ((tid & 31) == 0) sums[tid >> 5] = before;
-  __syncthreads();
-  before = 0;
-#pragma unroll
-  for (int w = 0; w < FLATTEN_THREADS / 32; w++) before += sums[w];
+  const int before = sum_before<FLATTEN_THREADS>(end, [&](int i) { return (int)load_long(counts + i); });      // nobody writes them
   const int n = r < live ? (int)load_long(counts + r) : 0;
   if (tid == 0) {
     starts[r] = before;
