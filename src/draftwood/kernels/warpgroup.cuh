@@ -14,6 +14,11 @@
 #pragma once
 #include "common.cuh"
 
+#ifndef EMULATION        // the swizzle goes by address: dynamic shared memory starts at a multiple of 1024
+#undef DYNAMIC_SHARED
+#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(1024) type name[]
+#endif
+
 #ifdef EMULATION
 namespace emulated {
 struct Product { float (*d)[4]; int tiles; float a[2][16]; u32 b; };
