@@ -463,7 +463,7 @@ def build(plan: Plan, checkpoint: Checkpoint, comm: Comm) -> Parts:
         else:
             own = load_drafter(checkpoint.draft_folder, drafter_config, layout, dtype, device)
         head = guesses(weights.lm_head, target.lm_head)
-        parts.drafter = Drafter(drafter_config, own, layout, comm, target.embed, head, dtype)
+        parts.drafter = Drafter(drafter_config, own, layout, comm, target.embed, head, dtype, coarse=True)
         heads = len(layout.kv_heads(drafter_config.num_heads, drafter_config.num_kv_heads))
         parts.draft_kv = DraftStore(
             drafter_config.num_layers, plan.max_num_seqs, plan.window, heads, drafter_config.head_dim, dtype, device,

@@ -96,7 +96,7 @@ def test_command_writes_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert set(load_file(out)) == {"row_ptr", "cols", "vals", "base"}
     with safe_open(out, "np") as file:
         about = file.metadata()
-    assert (about["alpha"], about["vocab_size"], about["source_tokens"]) == ("0.6", "50", "20000")
+    assert (about["alpha"], about["vocab_size"], about["source_tokens"]) == ("0.4", "50", "20000")
     assert int(about["min_count"]) == facts["min_count"] > 1
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftwood.model.config import DrafterConfig
-from draftwood.model.layers import Dense, Linear, Norm, halves_to_pairs, linear, rope_table, rotate_pairs_
+from draftwood.model.layers import Dense, Linear, Norm, guesses, halves_to_pairs, linear, rope_table, rotate_pairs_
 from draftwood.model.weights import DrafterLayerWeights, DrafterWeights
 from draftwood.parallel.comm import Comm
 from draftwood.parallel.layout import Layout
@@ -85,20 +85,22 @@ class Context:
 class DraftLayer:
     """One layer over the block, or a rank's heads and columns of it."""
 
-    def __init__(self, weights: DrafterLayerWeights, config: DrafterConfig, comm: Comm) -> None:
+    def __init__(self, weights: DrafterLayerWeights, config: DrafterConfig, comm: Comm, coarse: bool) -> None:
+        """coarse: products by 8-bit weights wherever accept length does not suffer; `down` needs all its bits."""
+        product = guesses if coarse else Linear
         d = self.head_dim = config.head_dim
         self.comm = comm
         self.q_heads, self.kv_heads = weights.q.shape[0] // d, weights.k.shape[0] // d
         # Rows reordered so that a rotation is one complex product (`layers.halves_to_pairs`).
         q, k = halves_to_pairs(weights.q, d), halves_to_pairs(weights.k, d)
-        self.qkv, self.o = Linear(torch.cat((q, k, weights.v))), Linear(weights.o)
+        self.qkv, self.o = product(torch.cat((q, k, weights.v))), product(weights.o)
         q_norm, k_norm = halves_to_pairs(weights.q_norm, d), halves_to_pairs(weights.k_norm, d)
         # Attention's scale is in the queries' gain: one call less, and call by call is what a small block costs.
         per_head = torch.cat(((q_norm * d**-0.5).expand(self.q_heads, d), k_norm.expand(self.kv_heads, d)))
         self.qk_norm = Norm(per_head.unsqueeze(1), config.rms_norm_eps)
         self.input_norm = Norm(weights.input_norm, config.rms_norm_eps)
         self.post_norm = Norm(weights.post_norm, config.rms_norm_eps)
-        self.mlp = Dense(weights.mlp)
+        self.mlp = Dense(weights.mlp, product)
 
     def __call__(self, x: Tensor, turns: Tensor, context: Context, index: int) -> Tensor:
         """x [R * B, H] residual stream of the blocks, turns [R, 1, B, d / 2] -> [R * B, H]."""
@@ -137,8 +139,12 @@ class Drafter:
         embed: Tensor,
         lm_head: Tensor | Linear,
         dtype: torch.dtype = torch.float32,
+        coarse: bool = False,
     ) -> None:
-        """embed [V, H] whole; lm_head this rank's rows of the head, best the target's own Linear (not stored twice)."""
+        """embed [V, H] whole; lm_head this rank's rows of the head, best the target's own Linear (not stored twice).
+
+        coarse: faster products by 8-bit weights in the layers, where the processor has them.
+        """
         if layout.world != comm.world:
             raise ValueError(f"a layout of {layout.world} ranks does not fit {comm.world} connected ranks")
         self.config, self.comm, self.dtype = config, comm, dtype
@@ -146,7 +152,7 @@ class Drafter:
         self.fc = Linear(weights.fc)
         self.hidden_norm = Norm(weights.hidden_norm, config.rms_norm_eps)
         self.norm = Norm(weights.norm, config.rms_norm_eps)
-        self.layers = [DraftLayer(layer, config, comm) for layer in weights.layers]
+        self.layers = [DraftLayer(layer, config, comm, coarse) for layer in weights.layers]
         # Masked places may reach beyond the last position; what is guessed there is never committed.
         places = config.max_position + config.block_size
         self.turns = rope_table(config.rope, config.head_dim, places, config.amplitude, embed.device)

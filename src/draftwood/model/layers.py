@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -129,10 +130,10 @@ def linear(weight: Tensor | Linear) -> Linear:
     return weight if isinstance(weight, Linear) else Linear(weight)
 
 
-def guesses(weight: Tensor, exact: Linear) -> Linear:
-    """Return a faster and coarser Linear than `exact` for what is verified anyway, or `exact` where there is none."""
+def guesses(weight: Tensor, exact: Linear | None = None) -> Linear:
+    """Return a faster and coarser Linear for what is verified anyway; where there is none, `exact` or one that is exact."""
     product = rounded(weight)
-    return exact if product is None else Linear(weight, product)
+    return exact if product is None and exact is not None else Linear(weight, product)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -144,8 +145,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
 class Dense:
     """A SwiGLU MLP, or this rank's columns of one: its output is then a partial sum."""
 
-    def __init__(self, weights: DenseWeights) -> None:
-        self.gate_up = Linear(torch.cat((weights.gate, weights.up)))
+    def __init__(self, weights: DenseWeights, first: Callable[[Tensor], Linear] = Linear) -> None:
+        """`first`: what gate and up are multiplied by."""
+        self.gate_up = first(torch.cat((weights.gate, weights.up)))
         self.down = Linear(weights.down)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -117,13 +117,14 @@ def _chain_bits(width: int, words: int) -> NDArray[np.int64]:
 def _pack(rows: Sequence[tuple[list[int], list[int], list[int], list[float]]], forced: bool) -> Tree:
     """Pad per-row (tokens, parents, depths, logprob) lists to one Tree."""
     counts = [len(row[0]) for row in rows]
-    width = max(counts, default=0)
-    fields = []
-    for part, (dtype, fill) in enumerate(((torch.long, 0), (torch.long, -1), (torch.long, 0), (torch.float32, 0.0))):
-        padded = [list(row[part]) + [fill] * (width - count) for row, count in zip(rows, counts, strict=True)]
-        fields.append(torch.tensor(padded, dtype=dtype).view(len(rows), width))
-    tokens, parents, depths, logprob = fields
-    return Tree(tokens, parents, depths, torch.tensor(counts, dtype=torch.long), torch.full((len(rows),), forced), logprob)
+    shape = len(rows), max(counts, default=0)
+    whole, logprob = np.zeros((3, *shape), np.int64), np.zeros(shape, np.float32)
+    whole[1] = -1
+    for r, (count, (*links, scores)) in enumerate(zip(counts, rows, strict=True)):
+        whole[:, r, :count], logprob[r, :count] = links, scores
+    tokens, parents, depths = torch.from_numpy(whole).unbind()
+    live = torch.tensor(counts, dtype=torch.long)
+    return Tree(tokens, parents, depths, live, torch.full((len(rows),), forced), torch.from_numpy(logprob))
 
 
 def chain(tokens: Sequence[Sequence[int]]) -> Tree:
@@ -180,7 +181,7 @@ class GrowOptions:
     topk_cap: int | None = None
     spine: bool = False
     beta: tuple[float, ...] = (1.0, 0.75)
-    alpha: float = 0.6
+    alpha: float = 0.4
     candidates: int = 64
     calibration: NDArray[np.float32] | None = None
 

@@ -19,7 +19,7 @@ from typing import Any
 from draftwood.errors import ConfigError
 from draftwood.train.files import report, token_chunks
 
-ALPHA = 0.6
+ALPHA = 0.4
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from draftwood.train.piece import device_of, say
 from draftwood.train.target import held_out_losses
 
 BUDGETS = (4, 7, 8, 16, 32, 64)
-ALPHA = 0.6  # weight of the previous-token table
+ALPHA = 0.4  # weight of the previous-token table
 BETA = (1.0, 0.75)  # scale of the drafter's noise at depth 1 and below
 OWN_SEEDS = 1 << 30  # added to the texts' seeds for noise that is the drafter's own
 

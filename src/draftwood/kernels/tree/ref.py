@@ -54,7 +54,7 @@ class Options:
     caps: tuple[tuple[int, int], ...] = CAP_STEPS
     spine: bool = False
     beta: tuple[float, ...] = (1.0, 0.75)
-    alpha: float = 0.6
+    alpha: float = 0.4
     candidates: int = TOP
     correction: Tensor | None = None
 
