@@ -208,6 +208,17 @@ def test_emulated_walk_over_whole_rows_gives_the_bits_of_groups(tmp_path: Path, 
     assert same(_emulate(binary, shape, step), _emulate(binary, shape, step, whole=True))
 
 
+@needs_compiler
+@pytest.mark.parametrize("law", [sizes.FEW, sizes.MANY, SMALL])
+def test_emulated_plans_give_every_key_of_every_line_to_one_job(tmp_path: Path, law: op.Law) -> None:
+    macros = op.sizes(512, 64, law) | {"COLUMNS": int(law == sizes.FEW)}
+    flags = ["-O2", "-std=c++17", "-w", "-DEMULATION", *(f"-D{k}={v}" for k, v in macros.items())]
+    binary = tmp_path / "cover"
+    subprocess.run(["g++", *flags, "-o", str(binary), str(op.FOLDER / "emulation" / "cover.cpp")], check=True)
+    done = subprocess.run([str(binary), "1", "25"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 PROBE = jit.Source(op.FOLDER / "emulation" / "probe.cu", "probe")
 
 
