@@ -1,6 +1,6 @@
 // Choices that `decide` left open (token -1): filters that reach deeper than the candidate lists. A block per node; the others leave
-// alone. At most 16 passes over the node's logits: 4 each find the last value that min-p,
-// top-k and top-p keep, 8 bits at a time, 3 find the last id among its ties, and one chooses. Counts and weights are integers: atomic sums of them have no order.
+// alone. At most 16 passes over the node's logits: 4 each find the last value that min-p, top-k and top-p keep, 8 bits at a time, 3 find
+// the last id among its ties, and one chooses. Counts and weights are integers: atomic sums of them have no order.
 #include "node.cuh"
 
 #ifndef THREADS

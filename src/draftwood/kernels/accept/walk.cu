@@ -1,5 +1,5 @@
-// Where walks begin (`start`), and the walk: a warp per row. From the root, follow the child that holds the chosen token; the first choice without a child is last.
-// Chains of known tokens (forced rows) keep every node and emit the last node's choice. Grid (R), 32 threads.
+// Where walks begin (`start`), and the walk: a warp per row. From the root, follow the child that holds the chosen token; the first
+// choice without a child is last. Chains of known tokens (forced rows) keep every node and emit the last node's choice.
 #include "../rounded.cuh"
 
 __device__ __forceinline__ int lowest(u32 bits) { return __popc((bits & (0u - bits)) - 1); }   // place of the lowest bit
@@ -7,7 +7,8 @@ __device__ __forceinline__ int lowest(u32 bits) { return __popc((bits & (0u - bi
 // One block. where[r][n] = m of every verified node; front[r]: m of the node where row r begins, its root or of a chain of known tokens
 // the one that is verified, -1: none.
 extern "C" __global__ void __launch_bounds__(1024)
-start(const long long* rows, const long long* nodes, const unsigned char* forced, const int* live, int M, int R, int N, int* where, int* front) {
+start(const long long* rows, const long long* nodes, const unsigned char* forced, const int* live, int M, int R, int N, int* where,
+      int* front) {
   pdl_wait();
   pdl_go();
   for (int r = threadIdx.x; r < R; r += 1024) front[r] = -1;
@@ -21,7 +22,7 @@ start(const long long* rows, const long long* nodes, const unsigned char* forced
   }
 }
 
-// tokens, parents [R][N], counts [R]; where [R][N] -> m, choices and scores [M] as `decide` leaves them. Outputs padded with -1 (scores
+// Grid (R), 32 threads. tokens, parents [R][N], counts [R]; where [R][N] -> m, choices and scores [M] as `decide` leaves them. Outputs padded with -1 (scores
 // 0): path [R][P], accepted [R], emitted_tokens [R][P], emitted [R], final [R], logprobs [R][P], chosen [R][P] (m of each emitted token).
 // A walk ends after P nodes at the latest: what it commits is a choice all the same.
 extern "C" __global__ void __launch_bounds__(32)

@@ -35,7 +35,7 @@ static_assert(BEHIND % 16 == 0, "lists are loaded by 16 bytes");
 constexpr int IDS = BEHIND, LINE = HELD + 1, LISTS = 2 + (DEPTHS - 1) * TOP, EMPTY = LISTS - 1;
 constexpr int SCORES = IDS + 4 * DEPTHS * TOP, PLACES = SCORES + 4 * LISTS * LINE, END = PLACES + LISTS * LINE;
 #else
-constexpr int LINE = TOP + 1, LISTS = DEPTHS + 1, SCORES = BEHIND, END = SCORES + 16 * LISTS * LINE;      // (score float64, id) of each rank
+constexpr int LINE = TOP + 1, LISTS = DEPTHS + 1, SCORES = BEHIND, END = SCORES + 16 * LISTS * LINE;      // (score float64, id)
 #endif
 static_assert(END <= ROOM, "what the launcher asks for");
 

@@ -2,7 +2,8 @@
 #pragma once
 #include "numbers.cuh"
 
-constexpr int SEGMENT = 8192, SEGMENT_THREADS = 512, SEGMENT_WARPS = SEGMENT_THREADS / 32, CHUNKS = SEGMENT / SEGMENT_THREADS / 8, PER = CHUNKS * 8;
+constexpr int SEGMENT = 8192, SEGMENT_THREADS = 512, SEGMENT_WARPS = SEGMENT_THREADS / 32;
+constexpr int CHUNKS = SEGMENT / SEGMENT_THREADS / 8, PER = CHUNKS * 8;                        // of a thread: 8 tokens each, tokens
 
 // First token of chunk i of this thread in segment s.
 __device__ __forceinline__ int chunk_token(int s, int i) { return s * SEGMENT + (i * SEGMENT_THREADS + threadIdx.x) * 8; }
