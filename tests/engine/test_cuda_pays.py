@@ -162,22 +162,17 @@ class Run:
         return trees.counts.numpy(), int(path.counts.sum()), fitted
 
 
-slow = pytest.mark.slow
+LARGE = ((8, -2.0, 0.75, 0.05), (16, 0.5, 1.0, 0.1), (16, 1.5, 1.0, 0.15), (64, 3.0, 0.75, 0.0))
 CASES = [
     (1, -2.0, 1.0, 0.1),
+    (3, -2.0, 1.0, 0.0),
     (4, -0.55, 1.0, 0.05),
-    (16, 0.5, 1.0, 0.1),
-    *(
-        pytest.param(rows, ease, true, graph, marks=slow)
-        for rows in (1, 3, 8, 16)
-        for ease, true, graph in ((-2.0, 1.0, 0.0), (0.5, 0.75, 0.05), (1.5, 1.0, 0.15), (3.0, 0.9, 0.1))
-    ),
-    *(pytest.param(64, *rest, marks=slow) for rest in ((0.8, 0.9, 0.1), (3.0, 0.75, 0.0), (4.0, 1.0, 0.1))),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGE),
 ]
 
 
 @pytest.mark.parametrize(("rows", "ease", "true", "graph"), CASES)
 def test_automatic_trees_are_not_worse_than_the_best_fixed_budget(rows, ease, true, graph):
-    """Accept lengths at a budget of 8 are 2.2 to 2.5, 3.3, 4.2, 5.6 and 6.8 for these texts, and up to a third less where the
-    drafter promises too much. The promise is .97 at any load."""
+    """The promise is .97 at any load. With the smallest ease a budget of 8 gives 2.3 tokens, with the largest 5.6, and up to a third
+    less where the drafter promises too much."""
     assert Run(Machine(graph), rows, max(400 // rows, 80), ease, true).ratio() >= 0.97

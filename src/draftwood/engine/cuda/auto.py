@@ -25,9 +25,9 @@ from draftwood.model.cuda.keys import Key, Sizes
 
 NEAR = 1024
 """Committed tokens of the rows whose steps are timed."""
-NODES = (2, 3, 5, 9, 17, 33, 65)
+NODES = (1, 2, 3, 5, 9, 17, 33, 65)
 """Nodes of a row, the root included, at which steps of each graph are timed that has room for them: the same for all graphs, for
-times bend, and what is between two points must be as wrong in one graph as in another."""
+times bend, and what is between two points must be as wrong in one graph as in another. One node: a draft for nothing."""
 FAR = 16384
 """Committed tokens at which steps are timed a second time, where rows may be that long: attention is no small part there."""
 MOVED = 1.25
@@ -36,8 +36,8 @@ FADES, SURE = 0.98, 16.0
 """Of the running sums of tokens that were expected and that came: what is left of them a step later, and what stands beside them
 while they are small."""
 Time = Callable[[int, int, int, int], tuple[float, int]]
-"""(rows, nodes of each, committed tokens of each, largest trees of the graph) -> (seconds of a step, its nodes in all); one node
-and trees of 0: without a draft."""
+"""(rows, nodes of each, committed tokens of each, largest trees of the graph) -> (seconds of a step, its nodes in all); trees of 0:
+without a draft."""
 
 
 @dataclass

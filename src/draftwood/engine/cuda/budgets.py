@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 
 FIRST = 16
 """Nodes to grow before anything is known."""
-SHORTEST, LONGEST = 8, 128
-"""Steps between two tries of drafting that did not pay, and of a size above the best known one."""
+SHORTEST, LONGEST = 8, 64
+"""Steps between two looks at a size above the best known one."""
+PAUSE = 128
+"""Most plain steps between two tries of drafting that does not pay."""
 SHARE = 0.01
 """Of all time: what tries of drafting that does not pay may cost."""
-PULL = 0.1
-"""Weight of a step beside what many have told."""
+PULL = 0.05
+"""Weight of a step beside what many have told: steps differ by a half, and what drafting gains may be a tenth."""
 
 
 @dataclass
@@ -95,5 +97,6 @@ class Budgets:
         state.best = best
         found = state.over_plain(best)
         if found < 1:
-            state.waiting = round(min(max((1 - found) * lasted / SHARE, SHORTEST), LONGEST))
-            state.steps = 1  # the next try weighs as much as all that is known by then
+            # A step against all that is known is asked again at once: loads and texts change.
+            pause = 1.0 if over_plain[min(best, tried)] >= 1 else (1 - found) * lasted / SHARE
+            state.waiting = round(min(max(pause, 1), PAUSE))
