@@ -78,7 +78,7 @@ def test_sigterm_while_loading_ends_the_process_soon():
     with process(program=("-c", LOADING)) as (running, url):
         until(lambda: httpx.get(f"{url}/health", timeout=30).json()["status"] == "loading", 30)
         running.send_signal(signal.SIGTERM)
-        assert running.wait(15) == 0
+        assert running.wait(8) == 0
         assert "leaving while the model loads" in running.communicate()[1]
 
 

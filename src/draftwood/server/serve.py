@@ -9,7 +9,7 @@ import socket
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from draftwood import env, ranks
 from draftwood.config import Options, Plan, add_options, options_from
@@ -178,6 +178,8 @@ async def _until_end(server: Any, service: Service, listener: socket.socket) -> 
             _say(f"ready: {_address(listener)}/v1")
         await asyncio.sleep(0.05)
     if server.asked and not runner.ended.is_set():
+        if not runner.ready.is_set():  # nothing is open, and loading cannot be told to end
+            _leave("leaving while the model loads", 0)
         _say(f"shutting down: {len(runner.open)} open, at most {service.settings.shutdown_timeout:g} s")
         drained = asyncio.create_task(runner.drain(service.settings.shutdown_timeout))
         while not drained.done() and server.asked < 2:
@@ -186,11 +188,14 @@ async def _until_end(server: Any, service: Service, listener: socket.socket) -> 
     server.should_exit = True
     await serving
     if not runner.ended.is_set():
-        # The engine still loads, or hangs in a step. Nothing that ends orderly would end.
-        loading = not runner.ready.is_set()
-        _say("leaving while the model loads" if loading else "the engine does not end; leaving it")
-        os._exit(0 if loading else 1)
+        _leave("the engine does not end; leaving it", 1)
     return _exit_code(runner.error)
+
+
+def _leave(why: str, code: int) -> NoReturn:
+    """End the process at once: its engine's thread would not let it end orderly."""
+    _say(why)
+    os._exit(code)
 
 
 def _say_notes(plan: Plan | None) -> None:
