@@ -184,6 +184,17 @@ def test_choices_are_the_references_to_the_bit(name: str, dtype: torch.dtype, ki
 
 
 @emulated
+@pytest.mark.parametrize(("size", "offset"), [(0.01, 0.0), (3.0, -1e5), (1e4, 1e6), (0.3, 1e3)])
+def test_noise_that_is_skipped_changes_no_choice(size: float, offset: float) -> None:
+    """Bounds on it hold for flat and steep logits, far from zero, where a sum rounds to more than the noise."""
+    scene = Scene([Params(1.0), Params(0.6), Params(0.05), Params(4.0)], [3] * 4, 8200)
+    logits = torch.randn(len(scene.rows), scene.vocab, generator=scene.g) * size + offset
+    logits[1, ::2], logits[4, 17] = -torch.inf, torch.inf
+    tokens, _, _ = scene.run(logits)
+    assert torch.equal(tokens, ref.choose(logits, scene.at, scene.given)[0])
+
+
+@emulated
 @pytest.mark.parametrize(("name", "kind"), [("plain", "normal"), ("penal", "hostile"), ("filters", "ties")])
 def test_only_nodes_of_a_walk_are_read_and_walks_are_the_same(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = {"plain": PLAIN, "penal": PENAL, "filters": FILTERS[1::2]}[name]

@@ -143,6 +143,21 @@ def test_candidates_are_the_references_to_the_bit(v: int, dtype: torch.dtype, ki
 
 
 @emulated
+@pytest.mark.parametrize("beta", [(0.0, 2.5), (1e-7, 1e-3)])
+@pytest.mark.parametrize(("size", "offset"), [(0.01, 0.0), (3.0, -1e5), (1e3, 50.0)])
+def test_noise_that_is_skipped_changes_no_candidate(beta: tuple[float, ...], size: float, offset: float) -> None:
+    r, d, v = 2, 2, 8200
+    logits = make_logits(r, d, v, torch.float32, "normal") * size + offset
+    logits[1, :, 5:8190] = -torch.inf  # fewer than 64 in the first segment
+    heat, seeds, lengths = torch.tensor([1.0, 0.3]), torch.tensor([5, -3]), torch.tensor([7, 1 << 17])
+    budgets, given = torch.ones(r, dtype=torch.int32), op.knobs(ref.Options(beta=beta), d, "cpu")
+    want = ref.candidates(ref.heated(logits, heat, beta, seeds, lengths), d)
+    got = op.candidates(logits, heat, budgets, given, op.allocate(r, d, v, "cpu"), seeds, lengths, norms=0)
+    for name in ("ids", "z", "places"):
+        assert same(getattr(got, name), getattr(want, name)), name
+
+
+@emulated
 def test_rows_without_budget_or_beyond_the_count_are_left_alone() -> None:
     logits = make_logits(3, 1, 8192, BF16, "normal")
     given, buffers = op.knobs(ref.Options(), 1, "cpu"), op.allocate(3, 1, 8192, "cpu")
