@@ -36,6 +36,8 @@ from draftwood.kernels.norm_rope import op as norm_op
 from draftwood.kernels.norm_rope import ref as norm_ref
 from draftwood.kernels.rows import op as rows_op
 from draftwood.kernels.rows import ref as rows_ref
+from draftwood.kernels.sizes import op as sizes_op
+from draftwood.kernels.sizes import ref as sizes_ref
 from draftwood.kernels.tree import op as tree_op
 from draftwood.kernels.tree import ref as tree_ref
 
@@ -415,6 +417,8 @@ def replace(patch: pytest.MonkeyPatch) -> Calls:
             patch.setattr(module, name, getattr(refs, name))
     for name in ("begin", "select", "advance", "synthetic", "chances"):
         patch.setattr(rows_op, name, functools.partial(_counted, calls, name))
+    for name in ("fit", "learn"):
+        patch.setattr(sizes_op, name, getattr(sizes_ref, name))
     attention = type("CountedRefAttention", (RefAttention,), {"calls": calls})
     patch.setattr(attention_op, "MlaAttention", attention)
     patch.setattr(attention_op, "arch", lambda device: "sm_90a")

@@ -22,6 +22,7 @@ NANO = ("-m", "draftwood", "bench", "step", "nano", "--device", "cuda", "--json"
 FORWARD = ("-m", "tests.model.time_forward")
 COMPILE = """import torch; from draftwood.kernels import case, check, jit
 print(len(case.compile_parallel(check.kernel_names(), jit.arch_of(torch.cuda.get_device_capability(0)))), "kernels")"""
+AUTO = ("-m", "tests.gpu_auto")
 CHECK = ("-m", "draftwood", "check", "nano", "--device", "cuda", "--bitwise", "--json")
 
 PARTS: dict[str, tuple[float, tuple[str, ...]]] = {
@@ -33,7 +34,8 @@ PARTS: dict[str, tuple[float, tuple[str, ...]]] = {
     "check-quick": (200, (*CHECK, "--prompts", "6", "--max-tokens", "48", "--budgets", "1,8,64", "--batch", "1,4")),
     "forward": (240, FORWARD),
     "forward-whole": (
-        280, (*FORWARD, "--layers", "61", "--whole-only", "--seconds", "200", "--cases", "1x0,1x8,64x0,8x8,1x32,1x64"),
+        280,
+        (*FORWARD, "--layers", "61", "--whole-only", "--seconds", "200", "--cases", "1x0,1x8,64x0,8x8,1x32,1x64"),
     ),
     "k26-small": (150, (*BENCH, "--layers", "4", "--rows", "1,2", "--budgets", "0,8")),
     "k26-plain": (240, (*BENCH, "--rows", "1,8,64,128", "--budgets", "0")),
@@ -43,7 +45,9 @@ PARTS: dict[str, tuple[float, tuple[str, ...]]] = {
     "nano-one": (200, (*NANO, "--budgets", "0,8,16,32")),
     "nano-batch": (200, (*NANO, "--rows", "8", "--budgets", "0,8")),
     "nano-auto": (200, (*NANO, "--budgets", "0,8,auto")),
-    "k26-auto": (280, (*BENCH, "--rows", "1,8,64", "--budgets", "0,8,16,auto", "--synthetic-accept", "4.2")),
+    "auto-nano": (150, (*AUTO, "nano")),
+    "auto-k26": (300, (*AUTO, "k2.6", "--accept", "4.2")),
+    "auto-k26-others": (560, (*AUTO, "k2.6", "--accept", "1.6,2.8,6")),
     "check": (600, (*CHECK, "--prompts", "16", "--max-tokens", "128", "--batch", "1,4,16")),
 }
 """Seconds it may take, and arguments of Python."""

@@ -173,6 +173,6 @@ CASES = [
 
 @pytest.mark.parametrize(("rows", "ease", "true", "graph"), CASES)
 def test_automatic_trees_are_not_worse_than_the_best_fixed_budget(rows, ease, true, graph):
-    """The promise is .97 at any load. With the smallest ease a budget of 8 gives 2.3 tokens, with the largest 5.6, and up to a third
-    less where the drafter promises too much."""
+    """The promise is .97 at any load. With the smallest ease a budget of 8 gives 2.3 tokens, with the largest 5.6, and up to a
+    third less where the drafter promises too much."""
     assert Run(Machine(graph), rows, max(400 // rows, 80), ease, true).ratio() >= 0.97
