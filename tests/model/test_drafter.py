@@ -12,6 +12,7 @@ from torch import Tensor
 from draftwood.model import reference
 from draftwood.model.config import DrafterConfig, yarn_mscale
 from draftwood.model.drafter import Drafter
+from draftwood.model.packed import rounded
 from draftwood.model.weights import DrafterWeights
 from draftwood.parallel.comm import Local
 from draftwood.parallel.layout import Layout
@@ -58,6 +59,20 @@ def fill(drafter: Drafter, window: Window, row: int, taps: Tensor, start: int = 
         positions = start + first + torch.arange(len(part))
         view = replace(window, row_ids=window.row_ids[row : row + 1], lengths=positions[:1])
         drafter.observe(part[None], positions[None], torch.arange(len(part))[None], view)
+
+
+def test_coarse_guesses_are_near_the_exact_ones_and_their_context_is_the_same(weights: DrafterWeights) -> None:
+    logits, contexts = [], []
+    for coarse in (False, True):
+        drafter = Drafter(SMALL_DRAFT, weights, Layout(), Local(), *shared(), coarse=coarse)
+        window = Window.make(drafter, [3], [40], 256)
+        fill(drafter, window, 0, features(40, 7))
+        logits.append(drafter.propose(torch.tensor([17]), window, 8))
+        contexts.append((window.keys[:, 3, :40], window.values[:, 3, :40]))
+    exact, near = logits
+    assert float((near - exact).norm() / exact.norm()) < 0.1
+    assert bool(torch.equal(near, exact)) == (rounded(weights.layers[0].o) is None)
+    assert all(torch.equal(a, b) for a, b in zip(*contexts, strict=True))
 
 
 @pytest.mark.parametrize("amplitude", [1.0, MSCALE])
