@@ -9,8 +9,10 @@ import pytest
 
 from draftwood import cli, nano, samples
 from draftwood.commands import check
-from draftwood.commands.check import NEAR_TIE, Answer, Tally, Task, compare, count, plan_tasks, tally
+from draftwood.commands.check import NEAR_TIES, Answer, Tally, Task, compare, count, near_tie, plan_tasks, tally
+from draftwood.config import Options
 
+NEAR_TIE = NEAR_TIES["float32"]
 PLAIN = Answer((5, 6, 7), "length", 2, (3.0, NEAR_TIE / 2, 2.0))
 STOPPED = Answer((5, 6), "stop", 1, (3.0, NEAR_TIE / 2))
 
@@ -36,6 +38,16 @@ def test_equal_runs_are_identical():
 def test_only_the_first_difference_at_a_small_gap_is_a_near_tie(plain, other, place, near):
     found = compare(plain, other)
     assert (found.place, found.near_tie) == (place, near)
+
+
+def test_how_wide_a_near_tie_may_be_depends_on_the_type():
+    other, wide = Answer((9, 6, 7), "length", 1), Answer((5, 6, 7), "length", 2, (0.4, 3.0, 2.0))
+    assert not compare(wide, other).near_tie and compare(wide, other, NEAR_TIES["bfloat16"]).near_tie
+    assert near_tie(Options("nano", device="cpu")) == near_tie(Options("nano", dtype="float32")) == NEAR_TIE
+    assert near_tie(Options("nano", device="cpu", dtype="bfloat16")) == near_tie(Options("nano", device="cuda")) == 0.5
+    counts = Tally(0.0, 8, 1)
+    count(counts, wide, other, 0.5)
+    assert (counts.near_ties, counts.different, counts.widest) == (1, 0, 0.4)
 
 
 def test_every_run_is_identical_or_near_tie_or_different():

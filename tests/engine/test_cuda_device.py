@@ -60,7 +60,8 @@ def test_logits_behind_every_token_have_the_bits_of_plain_decoding(budget, rows)
 
     def bits(size: int, together: int) -> list[list[int]]:
         some = engine("cuda", graphs=True, tree_budget=64, max_num_seqs=together)
-        some.stepper.prints, some.records = True, []
+        some.stepper.tell_bits(True)
+        some.records = []
         ids = [some.add(p, SamplingParams(**{**vars(s), "tree_budget": size, "grammar": None})) for p, s in asks]
         while not some.idle:
             some.step()

@@ -266,7 +266,8 @@ def test_the_bits_behind_every_token_are_those_of_plain_decoding():
 
     def bits(budget: int) -> list[list[int]]:
         some = engine(tree_budget=budget, max_num_seqs=2)
-        some.stepper.prints, some.records = True, []
+        some.stepper.tell_bits(True)
+        some.records = []
         ids = [some.add(*one) for one in asks]
         while not some.idle:
             some.step()

@@ -2,8 +2,8 @@
 
 Every built-in prompt is decoded once without trees, alone, at every temperature. Then it is decoded again with every
 tree budget, in batches of every size, and the token ids are compared. A difference passes only as a near-tie: at the
-first token that differs, the plain run's best two scores (noise included) lay within NEAR_TIE logits of each other,
-which float32 sums in another order may swap; a CPU has no kernels that promise the same bits for any number of rows. A GPU has:
+first token that differs, the plain run's best two scores (noise included) lay within NEAR_TIES logits of each other,
+which sums in another order may swap; a CPU has no kernels that promise the same bits for any number of rows. A GPU has:
 there every difference counts, and with --bitwise the logits behind every token are compared too, to the last bit.
 """
 
@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from draftwood import plan, ranks, report, samples
 from draftwood.commands import workers
-from draftwood.config import MAX_BUDGET, add_options, options_from
+from draftwood.config import MAX_BUDGET, Options, add_options, options_from
 from draftwood.engine.request import SamplingParams
 from draftwood.errors import ConfigError
 
 if TYPE_CHECKING:
     from draftwood.llm import LLM
 
-NEAR_TIE = 1e-3
-"""Most logits between the best two scores of a token that two runs may choose differently."""
+NEAR_TIES = {"float32": 1e-3, "bfloat16": 0.5}
+"""Most logits between the best two scores of a token that two runs may choose differently, by type. A bfloat16 logit between 16 and
+32 is known to an eighth."""
 SHOWN = 20
 """Differences shown one by one."""
 MAX_JOBS = 256
@@ -103,11 +104,13 @@ class Difference:
     """The plain run's gap there; None where no choice of a token explains the difference."""
     logits: bool = False
     """True where the logits behind a token have other bits, whatever was chosen."""
+    bound: float = NEAR_TIES["float32"]
+    """Widest gap of a near-tie."""
 
     @property
     def near_tie(self) -> bool:
         """Whether rounding explains it."""
-        return self.gap is not None and self.gap <= NEAR_TIE
+        return self.gap is not None and self.gap <= self.bound
 
     def describe(self) -> str:
         """Return the difference in words."""
@@ -118,8 +121,9 @@ class Difference:
         return f"after {self.place} equal tokens plain has {names[0]}, trees have {names[1]} ({gap})"
 
 
-def compare(plain: Answer, other: Answer) -> Difference | None:
-    """Return the first difference of a run from the plain run of the same prompt, None when they are identical.
+def compare(plain: Answer, other: Answer, bound: float = NEAR_TIES["float32"]) -> Difference | None:
+    """Return the first difference of a run from the plain run of the same prompt, None when they are identical. bound: widest gap
+    of a near-tie, in logits.
 
     A run that ended without the other is explained by a choice only where it ended at a stop token.
     """
@@ -133,12 +137,12 @@ def compare(plain: Answer, other: Answer) -> Difference | None:
         return None
     ended = plain if first is None else other if second is None else None
     chosen = first != second and place < len(plain.gaps) and (ended is None or ended.finish_reason == "stop")
-    return Difference(place, first, second, plain.gaps[place] if chosen else None)
+    return Difference(place, first, second, plain.gaps[place] if chosen else None, bound=bound)
 
 
-def count(tally: Tally, plain: Answer, other: Answer) -> Difference | None:
+def count(tally: Tally, plain: Answer, other: Answer, bound: float = NEAR_TIES["float32"]) -> Difference | None:
     """Add one run to its tally; return the difference, if any."""
-    found = compare(plain, other)
+    found = compare(plain, other, bound)
     tally.runs += 1
     tally.tokens += len(other.token_ids)
     tally.steps += other.steps
@@ -199,11 +203,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         jobs = args.jobs or workers.fitting(options)
         done = _collect(workers.spread(options, min(jobs, len(tasks)), answers, tasks), tasks)
-    tallies, lines = tally(chosen, done)
+    bound = near_tie(options)
+    tallies, lines = tally(chosen, done, bound)
     setting = {"model": options.model, "prompts": len(chosen), "max_tokens": args.max_tokens, "seed": args.seed}
     with report.closed_pipe_is_fine():
-        _tell(tallies, lines, setting, time.monotonic() - began, args.json)
+        _tell(tallies, lines, setting, bound, time.monotonic() - began, args.json)
     return 0 if not any(t.different for t in tallies) else 1
+
+
+def near_tie(options: Options) -> float:
+    """The widest gap of a near-tie for the type that the model is run in."""
+    auto = "bfloat16" if options.device == "cuda" else "float32"
+    return NEAR_TIES[auto if options.dtype == "auto" else options.dtype]
 
 
 def plan_tasks(
@@ -225,8 +236,7 @@ def plan_tasks(
 def answers(llm: LLM, task: Task) -> list[Answer]:
     """Return the answers of a task's prompts, `batch` of them running together; a plain run's with its gaps."""
     found = []
-    if task.bitwise:
-        llm.engine.stepper.prints = True  # type: ignore[attr-defined]
+    llm.engine.stepper.tell_bits(task.bitwise)
     for start in range(0, len(task.indexes), task.batch):
         indexes = task.indexes[start : start + task.batch]
         llm.engine.records = [] if task.plain or task.bitwise else None
@@ -255,7 +265,9 @@ def _collect(results: Iterable[tuple[Task, list[Answer]]], tasks: Sequence[Task]
     return [(task, done[task]) for task in tasks]
 
 
-def tally(chosen: Sequence[samples.Sample], done: Sequence[tuple[Task, list[Answer]]]) -> tuple[list[Tally], list[str]]:
+def tally(
+    chosen: Sequence[samples.Sample], done: Sequence[tuple[Task, list[Answer]]], bound: float = NEAR_TIES["float32"]
+) -> tuple[list[Tally], list[str]]:
     """Compare every run with the plain one of its prompt; return the counts and a line for each difference."""
     plain = {(task.temperature, task.indexes[0]): found[0] for task, found in done if task.plain}
     tallies: dict[tuple[float, int, int], Tally] = {}
@@ -265,14 +277,14 @@ def tally(chosen: Sequence[samples.Sample], done: Sequence[tuple[Task, list[Answ
             continue
         into = tallies.setdefault((task.temperature, task.batch, task.budget), Tally(task.temperature, task.budget, task.batch))
         for index, answer in zip(task.indexes, found, strict=True):
-            difference = count(into, plain[task.temperature, index], answer)
+            difference = count(into, plain[task.temperature, index], answer, bound)
             if difference is not None:
                 where = f"{chosen[index].name}, T {task.temperature:g}, budget {task.budget}, batch {task.batch}"
                 lines.append(f"{where}: {difference.describe()}")
     return list(tallies.values()), lines
 
 
-def _tell(tallies: list[Tally], lines: list[str], setting: dict[str, Any], seconds: float, json: bool) -> None:
+def _tell(tallies: list[Tally], lines: list[str], setting: dict[str, Any], bound: float, seconds: float, json: bool) -> None:
     """Print the differences, the table and the sum."""
     for line in lines[:SHOWN]:
         report.note(line)
@@ -284,9 +296,9 @@ def _tell(tallies: list[Tally], lines: list[str], setting: dict[str, Any], secon
     report.show(report.table([name.replace("_", " ") for name in fields], [list(row.values()) for row in rows]))
     report.show(
         f"{sums['runs']} runs, {sums['tokens']} tokens in {seconds:.0f} s: {sums['identical']} identical, {sums['near_ties']} "
-        f"near-ties (best two scores within {NEAR_TIE:g} logits in the plain run), {sums['different']} different"
+        f"near-ties (best two scores within {bound:g} logits in the plain run), {sums['different']} different"
     )
     if json:
         widest = max((t.widest for t in tallies), default=0.0)
-        bounds = {"near_tie_bound": NEAR_TIE, "widest_near_tie": widest, "seconds": round(seconds, 1)}
+        bounds = {"near_tie_bound": bound, "widest_near_tie": widest, "seconds": round(seconds, 1)}
         report.show(report.json_line({**sums, **setting, **bounds, "rows": rows}))

@@ -13,6 +13,7 @@ from draftwood.engine.request import SamplingParams
 from draftwood.engine.rows import Rows
 from draftwood.engine.scheduler import StepPlan
 from draftwood.engine.step import Parts, StepResult, step
+from draftwood.errors import ConfigError
 
 
 class Pending(Protocol):
@@ -37,6 +38,10 @@ class Stepper(Protocol):
 
     def warm(self) -> None:
         """Do now what the first steps of each size would wait for."""
+
+    def tell_bits(self, tell: bool) -> None:
+        """Have results tell the bits of the logits behind every committed token (`StepResult.prints`), or no longer. Raises
+        ConfigError where steps do not promise the same bits for any tree."""
 
 
 @dataclass(frozen=True)
@@ -67,3 +72,8 @@ class HostStepper:
 
     def warm(self) -> None:
         """A CPU's first steps wait for nothing."""
+
+    def tell_bits(self, tell: bool) -> None:
+        """A CPU's sums depend on the number of rows. Raises ConfigError when asked for their bits."""
+        if tell:
+            raise ConfigError("the bits of logits are the same for any tree on a GPU only; add --device cuda")

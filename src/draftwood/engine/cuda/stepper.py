@@ -57,8 +57,7 @@ class CudaStepper:
         self.auto = parts.auto
         self.buffers = Buffers(self.sizes, parts.vocab, self.device, parts.grammars, parts.draft_kv)
         self.recorder: Recorder = Graphs(self.device) if graphs else Immediate()
-        self.prints = False
-        """Whether results tell the bits of the logits behind every committed token."""
+        self._tells_bits = False
         self.marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         """Set to a list to collect events before and behind the graphs of each step."""
         self._steps: dict[Key, CudaStep] = {}
@@ -93,6 +92,10 @@ class CudaStepper:
                 self.prepare(key)
         except torch.OutOfMemoryError:
             raise short_of_memory(self.plan) from None
+
+    def tell_bits(self, tell: bool) -> None:
+        """Have results tell the bits of the logits behind every committed token, or no longer."""
+        self._tells_bits = tell
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, trace: bool = False) -> Flying:
@@ -169,7 +172,7 @@ class CudaStepper:
     def _time(self, rows: int, nodes: int, context: int, trees: int) -> tuple[float, int]:
         key = self.sizes.key(rows, trees, False)
         launch = self.prepare(key)
-        found = []
+        found = list[float]()
         while len(found) < REPEATS and sum(found) < LONG:
             self.rows.rehearse(rows, nodes - 1, context, self.plan.num_pages)
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -206,7 +209,7 @@ class CudaStepper:
         trees = step.trees
         nodes = [trees.tokens, trees.parents, trees.depths, trees.logprob] if trace else []
         arrays = [self._copy(x[:live].reshape(-1).view(torch.uint8)) for x in nodes]
-        prints = self._copy(self._prints(step).view(-1).view(torch.uint8)) if self.prints else None
+        prints = self._copy(self._prints(step).view(-1).view(torch.uint8)) if self._tells_bits else None
         top = self._likeliest(plan, staged, step)
         return Flying(self.auto, plan, staged, step.places, self.sizes.path, raw, arrays, prints, top, formed or {}, self._event())
 
