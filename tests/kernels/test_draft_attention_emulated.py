@@ -49,8 +49,8 @@ def test_reference_is_the_models_layer_from_the_projection_to_the_heads_output()
     x = normal(3 * block, hidden)
     at = (lengths[:, None] + torch.arange(block)).flatten()
     context = Context(store.rows(ids, lengths))
-    layer = DraftLayer(weights, config, Local())
-    want = layer._attend(x, table[at], *context.layer(0), context)
+    layer = DraftLayer(weights, config, Local(), False)
+    want = layer._attend(x, table[at].view(3, 1, block, -1), *context.layer(0), context)
 
     order = layers.halves_to_pairs(torch.arange(d), d).argsort()  # the model keeps its keys in pairs
     qkv = (x @ torch.cat((q, k, v)).T).view(3 * block, -1, d)
