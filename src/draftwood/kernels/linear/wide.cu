@@ -42,7 +42,8 @@ linear_wide(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
   const bool on = tile < tiles;
   const unsigned char* w = W + (((long long)head * tiles + (on ? tile : 0)) * T + low) * 2048 + lane * 16;
   const int have = min(BLOCK - warp * WARP_TILES, tiles - tile);             // row tiles; nobody reads what becomes of the others
-  const long long next = (long long)T * 2048;
+  const bool two = warp * 2 + 1 < BLOCK && tile + 1 < tiles;                 // of WARP_TILES = 2, for which nothing is computed per step
+  const long long next = WARP_TILES > 2 || two ? (long long)T * 2048 : 0;
   const u32 wring = base + warp * (DEPTH * STEP) + lane * 16, xring = base + WARPS * DEPTH * STEP;
   auto load_w = [&](int step, u32 o) {           // step = 0, 1, 2, ...: the pointer runs
     if (on && step < steps) {
@@ -51,7 +52,7 @@ linear_wide(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
         copy16(wring + o + k * 512, w + k * 512);
 #pragma unroll
         for (int m = 1; m < WARP_TILES; m++)
-          copy16_if(m < have, wring + o + m * 2048 + k * 512, w + (m < have ? m * next : 0) + k * 512);
+          copy16_if(WARP_TILES == 2 ? two : m < have, wring + o + m * 2048 + k * 512, w + (WARP_TILES == 2 ? next : m < have ? m * next : 0) + k * 512);
       }
     }
     w += 2048;
