@@ -2,16 +2,21 @@
 
 A forward of full-width K2.6 with random weights is captured whole, and again without one family of kernels at a time (results are
 then wrong; times are not): the difference is what that family costs between its neighbours, prefetching and gaps included. Kernels
-beside each other, other reaches of what is asked for in L2, and two other orders of kernels are timed whole. One line of JSON each
+beside each other, other reaches of what is asked for in L2, and two other orders of kernels are timed whole. `--trace` shows
+instead how long after its predecessor each kernel of a replay ended, which is what it costs where it stands. One line of JSON each
 on stdout.
 """
 
 import argparse
 import functools
 import json
+import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -131,6 +136,24 @@ def timed(run: Callable[[], Any], family: str, names: dict[Any, str]) -> float:
         return time_graph(run, 1) * 1e-6
 
 
+def replayed(run: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The kernels of one replay of a graph of the call, as the profiler's trace has them."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event.get("cat") == "kernel"]
+
+
 def case(target: CudaTarget, rows: int, budget: int, context: int) -> tuple[Forward, Callable[[], Any]]:
     """A forward of random trees after `context` tokens of random latents, and a call of it."""
     bucket, g = Bucket.of(rows, budget, context + 512), torch.Generator().manual_seed(rows * 100 + budget)
@@ -226,6 +249,23 @@ class Bench:
                 cost = (whole - timed(run, family, self.names)) * 1e6
                 self.report.line(rows=rows, budget=budget, without=family, us=cost, us_per_layer=cost / self.layers)
 
+    def trace(self, rows: int, budget: int) -> None:
+        """By kernel, blocks and what ran before: how many, microseconds from the predecessor's end to its own, and its own length
+        (which holds what it waited for, for kernels start early)."""
+        run = case(self.target, rows, budget, self.context)[1]
+        found: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+        events = sorted(replayed(run), key=lambda e: e["ts"] + e["dur"])
+        for before, event in pairwise(events):
+            end, last = event["ts"] + event["dur"], before["ts"] + before["dur"]
+            grid = "x".join(map(str, (g for g in event["args"]["grid"] if g > 1))) or "1"
+            found.setdefault((event["name"], grid, before["name"]), []).append((end - last, event["dur"]))
+        whole = sum(cost for each in found.values() for cost, _ in each)
+        self.report.line(rows=rows, budget=budget, trace_ms=whole * 1e-3, kernels=len(events))
+        for (name, grid, before), each in sorted(found.items(), key=lambda item: -sum(cost for cost, _ in item[1])):
+            cost, took = (statistics.median(column) for column in zip(*each, strict=True))
+            total_ms = sum(c for c, _ in each) * 1e-3
+            self.report.line(kernel=name, grid=grid, after=before, times=len(each), us=cost, took_us=took, ms=total_ms)
+
     def orders(self, rows: int, budget: int) -> None:
         """In other orders."""
         forward, run = case(self.target, rows, budget, self.context)
@@ -243,10 +283,15 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--cases", default="1x0,1x8,1x32,64x0,32x8", help="rows x budget")
     parser.add_argument("--whole-only", action="store_true", help="no families and no orders")
+    parser.add_argument("--trace", action="store_true", help="what each kernel of a replay costs, and nothing else")
     parser.add_argument("--seconds", type=float, default=45, help="nothing is begun later")
     asked = parser.parse_args()
     bench = Bench(asked, Report(asked.out, asked.seconds))
     cases = [tuple(map(int, c.split("x"))) for c in asked.cases.split(",")]
+    for rows, budget in cases if asked.trace else ():
+        bench.trace(rows, budget)
+    if asked.trace:
+        return
     for rows, budget in cases:
         bench.whole(rows, budget)
     if asked.whole_only:
