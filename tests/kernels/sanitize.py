@@ -1,4 +1,4 @@
-"""Small GPU tests of every kernel under compute-sanitizer: `python tests/kernels/sanitize.py FOLDER [KERNEL...] [--tools memcheck,racecheck]`
+"""Small GPU tests of every kernel under compute-sanitizer: `python tests/kernels/sanitize.py FOLDER [KERNEL...]`
 
 Each kernel and tool is a process of its own with a time limit; several run at once. A line of JSON each on stdout and in
 FOLDER/sanitize.jsonl; FOLDER/<kernel>.<tool>.txt has the output. Exit status 0 only if all tests passed and nothing was reported.
@@ -29,7 +29,7 @@ SMALL = {
     "norm_rope": "test_latents_reach_their_slots or test_rotary_parts or test_norms_with_their_residual[9-",
     "rows": "test_places_become_lengths and 5-8-13",
     "sizes": "test_sizes_are_the_references and 1-1-flat-1",
-    "tree": "test_candidates_are_the_references_to_the_bit and 8192 or test_trees_are_the_references_to_the_bit and options0-True-7",
+    "tree": "test_candidates_are_the_references and 8192 or test_trees_are_the_references and options0-True-7",
 }
 """By kernel: what `pytest -k` selects. Small, for racecheck makes a kernel a hundred times as slow."""
 SUMMARY = re.compile(r"(ERROR SUMMARY: \d+ errors?|RACECHECK SUMMARY: .*)")
