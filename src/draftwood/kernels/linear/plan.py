@@ -164,9 +164,9 @@ def stream_form(shape: Shape, machine: Machine = H200) -> Form:
     return Form("linear_stream", macros, 32 * best.warps, shared, 16 * n_warps, 8, cluster)
 
 
-def _wide_shared(warps: int, tiles: int, depth: int, x_steps: int, warp_tiles: int = 2) -> int:
-    ring = warps * depth * 2048 * warp_tiles + (depth - 2 + 2 * x_steps) * tiles * 1024
-    return max(ring, tiles * 8 * (warps * 16 * warp_tiles + 4) * 4)
+def _wide_shared(warps: int, tiles: int, depth: int, x_steps: int) -> int:
+    ring = warps * depth * 4096 + (depth - 2 + 2 * x_steps) * tiles * 1024
+    return max(ring, tiles * 8 * (warps * 32 + 4) * 4)
 
 
 ALONE = (1.2, 1.05, 1.0)
@@ -212,37 +212,6 @@ def _wide_form(shape: Shape, tiles: int, block: int, depth: int, x_steps: int) -
     return Form("linear_wide", macros, 32 * warps, _wide_shared(warps, tiles, depth, x_steps), 16 * block, 8 * tiles, s)
 
 
-TALL_WARPS = {5: 12, 9: 8}
-"""As TILES for the wide kernel with four row tiles for a warp, where it can be better: fewer reads of x, fewer warps."""
-
-
-def _tall_form(shape: Shape, tiles: int, block: int, depth: int, x_steps: int) -> Form:
-    s, warps = segments(shape), -(-block // 4)
-    macros = _macros(shape, CLUSTER=s, TILES=tiles, BLOCK=block, DEPTH=depth, XSTEPS=x_steps, WARP_TILES=4)
-    return Form("linear_wide", macros, 32 * warps, _wide_shared(warps, tiles, depth, x_steps, 4), 16 * block, 8 * tiles, s)
-
-
-@functools.cache
-def tall_forms(shape: Shape, tiles: int) -> tuple[Form, ...]:
-    """Return the two cheapest forms of the wide kernel with four row tiles for a warp, for one pass of an H200."""
-    s, fits = segments(shape), []
-    for block in range(9, 4 * TALL_WARPS[tiles] + 1):
-        warps, blocks = -(-block // 4), -(-shape.outputs // (16 * block)) * shape.heads * s
-        for resident, depth in itertools.product(range(1, TALL_WARPS[tiles] // warps + 1), (3, 4, 5)):
-            shared = _wide_shared(warps, tiles, depth, 1, 4)
-            if (shared + RESERVED) * resident <= H200.total and shared <= H200.block:
-                fits.append(_Fit(block, warps, resident, blocks, depth, 1))
-
-    def cost(f: _Fit) -> tuple[float, int]:
-        total = f.load(s, H200) * f.starved(8192, H200) ** 0.5 * (1 + 0.08 * tiles / f.tiles + 0.02 * (-f.tiles % 4) / f.tiles)
-        return round(total, 2), -f.depth
-
-    found: dict[int, Form] = {}
-    for best in sorted(fits, key=cost):
-        found.setdefault(best.together(H200), _tall_form(shape, tiles, best.tiles, best.depth, best.x_steps))
-    return tuple(found.values())[:2]
-
-
 def _gmma_shared(block: int, tiles: int, depth: int, x_steps: int) -> int:
     ring = (depth - 2 + 2 * x_steps) * tiles * 1024 + block * depth * 2048
     return max(ring, tiles * 8 * (block * 16 + 4) * 4)
@@ -255,6 +224,9 @@ def _gmma_form(shape: Shape, tiles: int, block: int, depth: int, x_steps: int) -
     return Form("linear_gmma", macros, 128 * -(-block // 4), shared, 16 * block, 8 * tiles, s)
 
 
+GMMA_TILES = 5
+"""8-row tiles of x from which on an H200 counts on the warp-group kernel: from 33 rows on it was the faster one at all but ten
+of 156 measured cases."""
 GMMA_FORMS = 4
 """Forms of the warp-group kernel that are worth measuring for a shape and a number of rows."""
 
@@ -308,10 +280,12 @@ def computed(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]:
     if n <= STREAM_ROWS:
         return (stream_form(shape, machine),)
     tiles, passes = _passes(n)
+    if machine == H200 and tiles >= GMMA_TILES:
+        return gmma_forms(shape, tiles, passes)
     return wide_forms(shape, tiles, machine, passes)
 
 
-_MAKE = {"wide": _wide_form, "tall": _tall_form, "gmma": _gmma_form}
+_MAKE = {"wide": _wide_form, "gmma": _gmma_form}
 KNOBS = ("BLOCK", "DEPTH", "XSTEPS")
 """Macros that TUNED gives, in its order."""
 
@@ -330,11 +304,10 @@ def _passes(n: int) -> tuple[int, int]:
 
 
 def candidates(shape: Shape, n: int) -> tuple[Form, ...]:
-    """Return what a sweep of an H200 measures for `n` rows of x, the form in use first: of the forms that it has measured before
-    that one and the cheapest by counting, and those of the kernels with taller warps and of warp groups."""
+    """Return what a sweep of an H200 measures for `n` rows of x, the form in use first: that one, the cheapest by counting and
+    those of the warp-group kernel."""
     tiles, passes = _passes(n)
-    tall = tall_forms(shape, tiles) if passes == 1 and tiles in TALL_WARPS else ()
-    return tuple(dict.fromkeys((*forms_for(shape, n)[:2], *tall, *gmma_forms(shape, tiles, passes))))
+    return tuple(dict.fromkeys((*forms_for(shape, n)[:2], *gmma_forms(shape, tiles, passes))))
 
 
 def form_for(shape: Shape, n: int, machine: Machine = H200) -> Form:

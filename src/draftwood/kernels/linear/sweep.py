@@ -100,14 +100,14 @@ def choose(lines: Iterable[dict[str, Any]]) -> str:
     times: dict[tuple[int, str], dict[tuple[Any, ...], float]] = {}
     for line in lines:
         if line["same_bits"] and line["rows"] > plan.STREAM_ROWS:
-            kernel = "tall" if line.get("WARP_TILES") else line["entry"].removeprefix("linear_")
-            form = (kernel, *(line[knob] for knob in plan.KNOBS))
+            form = (line["entry"].removeprefix("linear_"), *(line[knob] for knob in plan.KNOBS))
             times.setdefault((line["rows"], line["case"]), {})[form] = line["us"]
     names, found = list(shapes()), {}
     for n, name in sorted(times, key=lambda key: (key[0], names.index(key[1]))):
         measured, shape = times[n, name], shapes()[name]
-        cheapest = dict(plan.computed(shape, n)[0].macros)
-        usual = measured.get(("wide", *(cheapest[knob] for knob in plan.KNOBS)), float("inf"))
+        cheapest = plan.computed(shape, n)[0]
+        knobs = dict(cheapest.macros)
+        usual = measured.get((cheapest.entry.removeprefix("linear_"), *(knobs[knob] for knob in plan.KNOBS)), float("inf"))
         fastest = min(measured, key=measured.__getitem__)
         if measured[fastest] < (1 - GAIN) * usual:
             found[plan.tuning_key(shape, n)] = fastest

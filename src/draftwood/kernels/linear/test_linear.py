@@ -172,19 +172,19 @@ def test_forms_measured_to_be_the_fastest_are_used() -> None:
     shapes = {(s.outputs, s.inputs, s.heads): s for world in (1, 8) for s in plan.k26_shapes(world).values()}
     for (*key, tiles), (kernel, *knobs) in TUNED.items():
         form = plan.form_for(shapes[tuple(key)], 8 * tiles)
-        assert form.entry == f"linear_{'wide' if kernel == 'tall' else kernel}"
+        assert form.entry == f"linear_{kernel}"
         assert [dict(form.macros)[k] for k in plan.KNOBS] == knobs
 
 
 def test_a_sweep_chooses_the_fastest_form_of_the_right_bits() -> None:
     name, shape = "tp1 o", plan.k26_shapes()["o"]
     usual, other = plan.computed(shape, 65)[:2]
-    group = plan.gmma_forms(shape, 9)[0]
+    wide = plan.wide_forms(shape, 9)[0]
     first = {"case": name, "rows": 65, "same_bits": True}
     lines = [
-        first | {"entry": form.entry, **dict(form.macros), "us": us} for form, us in ((usual, 40.0), (other, 39.9), (group, 30.0))
+        first | {"entry": form.entry, **dict(form.macros), "us": us} for form, us in ((usual, 40.0), (other, 39.9), (wide, 30.0))
     ]
-    chosen = ("gmma", *(dict(group.macros)[k] for k in plan.KNOBS))
+    chosen = ("wide", *(dict(wide.macros)[k] for k in plan.KNOBS))
     assert sweep.choose(lines) == f"    {(7168, 8192, 1, 9)}: {chosen},\n".replace("'", '"')
     assert sweep.choose([*lines[:2], lines[2] | {"same_bits": False}]) == ""
 
@@ -217,10 +217,8 @@ def test_kernels_of_the_largest_forms_stay_within_limits(arch: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "n"), [("o", 65), ("gate_up/8", 128), ("nano down", 9), ("w_uv", 40), ("o", 8)])
-def test_tall_and_warp_group_forms_stay_within_limits(name: str, n: int) -> None:
+def test_warp_group_forms_stay_within_limits(name: str, n: int) -> None:
     tiles, passes = plan._passes(n)
-    for form in plan.tall_forms(FEW[name], tiles)[:1] if tiles in plan.TALL_WARPS else ():
-        check.check("linear", Variant(op.source(form), form.threads, form.shared, archs=("sm_90a",)), "sm_90a")
     for form in plan.gmma_forms(FEW[name], tiles, passes)[:1]:
         resident = plan.GMMA_WARPS[form.tokens // 8] // (form.threads // 32)
         variant = Variant(op.source(form), form.threads, form.shared, max(resident, 1), archs=("sm_90a",))

@@ -1,6 +1,5 @@
-// Linear for 8 * TILES tokens per block: a warp owns 16 * WARP_TILES rows x one K segment; weights come through the warp's own
-// ring, x is staged in shared memory for the block.  See fold.cuh for the law and the layouts.
-// WARP_TILES = 4 reads x from shared memory half as often as 2, with half as many warps: for 33 to 72 tokens.
+// Linear for 8 * TILES tokens per block: a warp owns 32 rows x one K segment; weights come through the warp's own ring,
+// x is staged in shared memory for the block.  See fold.cuh for the law and the layouts.
 #include "fold.cuh"
 
 #ifndef TILES
@@ -10,22 +9,18 @@
 #define BLOCK 8          // row tiles of 16 in a block
 #endif
 #ifndef DEPTH
-#define DEPTH 4          // K64 steps (2 KB for each row tile) in a warp's ring
+#define DEPTH 4          // K64 steps (4 KB each) in a warp's ring
 #endif
 #ifndef XSTEPS
 #define XSTEPS 2         // K64 steps between barriers of the block
 #endif
 
-#ifndef WARP_TILES
-#define WARP_TILES 2           // row tiles of a warp
-#endif
-
-constexpr int WARPS = (BLOCK + WARP_TILES - 1) / WARP_TILES;       // the last one has fewer row tiles if BLOCK is no multiple
-constexpr int STEP = WARP_TILES * 2048, XSLOT = TILES * 1024, AHEAD = DEPTH - 2 + XSTEPS, XSLOTS = AHEAD + XSTEPS;
+constexpr int WARPS = (BLOCK + 1) / 2;                 // two row tiles each; the last one has one if BLOCK is odd
+constexpr int STEP = 4096, XSLOT = TILES * 1024, AHEAD = DEPTH - 2 + XSTEPS, XSLOTS = AHEAD + XSTEPS;
 
 // Grid (CLUSTER = S, ceil(n / 8 / TILES), heads * groups), groups = ceil(N / 16 / BLOCK): with many tokens, neighbouring blocks
 // share their weights; arguments as in stream.cu.
-// Shared memory: max(WARPS*DEPTH*STEP + XSLOTS*XSLOT, TILES*8*(WARPS*WARP_TILES*16+4)*4) bytes.
+// Shared memory: max(WARPS*DEPTH*STEP + XSLOTS*XSLOT, TILES*8*(WARPS*32+4)*4) bytes.
 // The 16-byte chunk c of token t lies at chunk c ^ 4*(t&1): reads without bank conflicts.
 // Copy group g holds the weights of step g and x of step g+XSTEPS-1 (group 0 also the first x); at step s, groups 0..s
 // are complete, and a barrier every XSTEPS steps makes everybody's x visible.
@@ -38,21 +33,18 @@ linear_wide(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
   constexpr int S = CLUSTER;
   const int s = blockIdx.x, T = (K + 63) >> 6, low = T * s / S, steps = T * (s + 1) / S - low;
   const int head = blockIdx.z / groups, group = blockIdx.z % groups;
-  const int first = blockIdx.y * (TILES * 8), tile = group * BLOCK + warp * WARP_TILES, tiles = N >> 4;
+  const int first = blockIdx.y * (TILES * 8), tile = group * BLOCK + warp * 2, tiles = N >> 4;
   const bool on = tile < tiles;
   const unsigned char* w = W + (((long long)head * tiles + (on ? tile : 0)) * T + low) * 2048 + lane * 16;
-  const int have = min(BLOCK - warp * WARP_TILES, tiles - tile);             // row tiles; nobody reads what becomes of the others
-  const bool two = warp * 2 + 1 < BLOCK && tile + 1 < tiles;                 // of WARP_TILES = 2, for which nothing is computed per step
-  const long long next = WARP_TILES > 2 || two ? (long long)T * 2048 : 0;
+  const bool two = warp * 2 + 1 < BLOCK && tile + 1 < tiles;                 // else nobody reads what becomes of the second
+  const long long second = two ? (long long)T * 2048 : 0;
   const u32 wring = base + warp * (DEPTH * STEP) + lane * 16, xring = base + WARPS * DEPTH * STEP;
   auto load_w = [&](int step, u32 o) {           // step = 0, 1, 2, ...: the pointer runs
     if (on && step < steps) {
 #pragma unroll
       for (int k = 0; k < 4; k++) {
         copy16(wring + o + k * 512, w + k * 512);
-#pragma unroll
-        for (int m = 1; m < WARP_TILES; m++)
-          copy16_if(WARP_TILES == 2 ? two : m < have, wring + o + m * 2048 + k * 512, w + (WARP_TILES == 2 ? next : m < have ? m * next : 0) + k * 512);
+        copy16_if(two, wring + o + 2048 + k * 512, w + second + k * 512);
       }
     }
     w += 2048;
@@ -88,9 +80,9 @@ linear_wide(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
   for (int i = 0; i < XSTEPS - 1; i++) load_x(i, i * XSLOT);
 #pragma unroll
   for (int i = 0; i < DEPTH - 1; i++) { load_x(i + XSTEPS - 1, (i + XSTEPS - 1) * XSLOT); copy_commit(); }
-  float acc[WARP_TILES][TILES][4];
+  float acc[2][TILES][4];
 #pragma unroll
-  for (int m = 0; m < WARP_TILES; m++)
+  for (int m = 0; m < 2; m++)
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -108,26 +100,23 @@ linear_wide(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const u32 a = wring + wo + h * 1024;
-      uint4 p[WARP_TILES], r[WARP_TILES];
-#pragma unroll
-      for (int m = 0; m < WARP_TILES; m++) { p[m] = shared_load16(a + m * 2048); r[m] = shared_load16(a + m * 2048 + 512); }
+      const uint4 p0 = shared_load16(a), p1 = shared_load16(a + 512);
+      const uint4 r0 = shared_load16(a + 2048), r1 = shared_load16(a + 2560);
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
         const uint4 x = shared_load16((h ? x1 : x0) + xo + t * 1024);
-#pragma unroll
-        for (int m = 0; m < WARP_TILES; m++) mma(acc[m][t], p[m], x.x, x.y);
-#pragma unroll
-        for (int m = 0; m < WARP_TILES; m++) mma(acc[m][t], r[m], x.z, x.w);
+        mma(acc[0][t], p0, x.x, x.y); mma(acc[1][t], r0, x.x, x.y);
+        mma(acc[0][t], p1, x.z, x.w); mma(acc[1][t], r1, x.z, x.w);
       }
     }
     wo = wo == (DEPTH - 1) * STEP ? 0 : wo + STEP; xo = xo == (XSLOTS - 1) * XSLOT ? 0 : xo + XSLOT;
   }
   copy_wait<0>();
-  __syncthreads();                               // the rings become the partials [token][WARPS*WARP_TILES*16 + 4]
-  constexpr u32 RS = WARPS * WARP_TILES * 16 + 4;
-  const u32 p = base + (warp * WARP_TILES * 16 + g) * 4;
+  __syncthreads();                               // the rings become the partials [token][WARPS*32 + 4]
+  constexpr u32 RS = WARPS * 32 + 4;
+  const u32 p = base + (warp * 32 + g) * 4;
 #pragma unroll
-  for (int m = 0; m < WARP_TILES; m++)
+  for (int m = 0; m < 2; m++)
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
