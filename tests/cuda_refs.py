@@ -104,7 +104,6 @@ class Refs:
     def add_norm(
         self, x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None, index: Tensor | None = None,
         residual: Tensor | None = None, tap: Tensor | None = None, out: Tensor | None = None, rows: Tensor | None = None,
-        ahead: norm_op.Ahead | None = None,
     ) -> Tensor:  # fmt: skip
         n, width = (x.shape[0] if index is None else index.shape[0]), x.shape[-1]
         out = torch.empty(n, width, dtype=BF16) if out is None else out
@@ -142,7 +141,6 @@ class Refs:
 
     def query_rope(
         self, x: Tensor, turns: Tensor, positions: Tensor, out: Tensor | None = None, rows: Tensor | None = None,
-        ahead: norm_op.Ahead | None = None, apart: bool = False,
     ) -> Tensor:  # fmt: skip
         out = x if out is None else out
         norm_op._longs_fit(x.shape[0], positions=positions)
@@ -422,7 +420,6 @@ def replace(patch: pytest.MonkeyPatch) -> Calls:
     attention = type("CountedRefAttention", (RefAttention,), {"calls": calls})
     patch.setattr(attention_op, "MlaAttention", attention)
     patch.setattr(attention_op, "arch", lambda device: "sm_90a")
-    patch.setattr(linear_op, "held", lambda shape, n, device: 2)
     return calls
 
 

@@ -82,43 +82,6 @@ def test_norm_adds_keeps_and_gathers(width: int) -> None:
 
 
 @emulated
-@pytest.mark.parametrize(
-    ("heads", "tiles", "steps", "segments", "first", "asked"), [(1, 5, 14, 4, 1, 2), (2, 3, 2, 1, 0, 2), (1, 200, 9, 8, 0, 1)]
-)
-def test_riders_ask_for_their_part_of_every_run_once(
-    heads: int, tiles: int, steps: int, segments: int, first: int, asked: int
-) -> None:
-    """In emulation a byte that is asked for is counted in place. What the kernels are for stays as it is."""
-    want = torch.zeros(heads, tiles, steps, 2048, dtype=torch.uint8)
-    for s in range(segments):
-        begin = steps * s // segments + first
-        want[:, :, begin : begin + asked] += 1
-
-    def weight() -> op.Ahead:
-        return op.Ahead(torch.zeros(heads, tiles, steps, 1024, dtype=BF16), segments, first, asked)
-
-    x, norm, delta = _random(3, 384), _random(384, seed=1), _random(3, 384, seed=2)
-    ahead = weight()
-    out = op.add_norm(x, norm, EPS, delta, ahead=ahead)
-    assert torch.equal(ahead.data.view(torch.uint8), want) and ahead.nbytes == int(want.sum())
-    assert torch.equal(out, op.add_norm(x, norm, EPS, delta))
-    q, turns, at = _random(4, 20, 40), _turns(512, 16), torch.tensor([0, 511, 9, 100])
-    ahead, count = weight(), torch.tensor([3], dtype=torch.int32)
-    out = op.query_rope(q[..., 24:], turns, at, torch.zeros(4, 20, 16, dtype=BF16), rows=count, ahead=ahead)
-    assert torch.equal(ahead.data.view(torch.uint8), want)
-    assert torch.equal(out, op.query_rope(q[..., 24:], turns, at, torch.zeros(4, 20, 16, dtype=BF16), rows=count))
-
-
-def test_riders_stay_within_runs() -> None:
-    data = torch.zeros(1, 5, 14, 1024, dtype=BF16)
-    for segments, first, steps in ((4, 2, 2), (1, 0, 15), (2, -1, 3), (2, 3, 0)):
-        with pytest.raises(ValueError, match="are not all in runs"):
-            op.Ahead(data, segments, first, steps)
-    with pytest.raises(ValueError, match="must be packed"):
-        op.Ahead(data[0], 1, 0, 1)
-
-
-@emulated
 @pytest.mark.parametrize("widths", op.LATENTS)
 def test_latents_reach_their_slots_and_nothing_else(widths: tuple[int, int, int]) -> None:
     q, l, p = widths
@@ -141,7 +104,7 @@ def test_rotary_parts_of_queries_are_turned_exactly() -> None:
         op.query_rope(x[..., nope:], turns, at, out[..., latent:])
         assert torch.equal(out[..., latent:], want) and bool((out[..., :latent] == 7).all())
         again, live = x.clone(), torch.tensor([3], dtype=torch.int32)
-        op.query_rope(again[..., nope:], turns, at, rows=live, apart=True)
+        op.query_rope(again[..., nope:], turns, at, rows=live)
         assert torch.equal(again[:3, :, nope:], want[:3]) and torch.equal(again[3], x[3])
         assert torch.equal(again[..., :nope], x[..., :nope])
         op.query_rope(x[..., nope:], turns, at)

@@ -117,27 +117,26 @@ def run(pair: Pair, bucket: Bucket, rows: list[Row], memory: Memory, garbage: in
     return list(zip(logits.split(sizes), taps.split(sizes), strict=True))
 
 
-@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("router", ["parts", "whole", "beside"])
-def test_kernels_beside_each_other_give_the_same_bits(pair: Pair, router: str, apart: bool) -> None:
+def test_kernels_beside_each_other_give_the_same_bits(pair: Pair, router: str) -> None:
     """On a device from a graph, which leaves the least time between them, and with two inputs in turn: what one leaves behind
     in a cache is wrong for the other."""
     memory = pair.prefilled()
     for bucket, sizes in ((Bucket.of(1, 0, 512), ((1,), (1,))), (Bucket.of(4, 16, 512), ((17, 4), (1, 9, 17, 3)))):
-        usual = pair.target.router, pair.target.apart
+        usual = pair.target.router
         pair.target.reserve([bucket])
         steps = [
             Step.make(bucket, [pair.row(i, n, 61 + 9 * s + i) for i, n in enumerate(nodes)], memory, s)
             for s, nodes in enumerate(sizes)
         ]
         want = [[x.clone() for x in step.run(pair.target.bind(bucket), memory.copy().cache)] for step in steps]
-        pair.target.router, pair.target.apart = router, apart
+        pair.target.router = router
         again = Replayed(pair, bucket, steps[0], memory.copy().cache)
         for turn in range(40 if pair.device.type == "cuda" else 2):
             step = steps[turn % 2]
             got = again(step)
             assert all(same(a[: step.total], b) for a, b in zip(got, want[turn % 2], strict=True)), (bucket, turn)
-        pair.target.router, pair.target.apart = usual
+        pair.target.router = usual
 
 
 class Replayed:

@@ -2,7 +2,7 @@
 
 A forward of full-width K2.6 with random weights is captured whole, and again without one family of kernels at a time (results are
 then wrong; times are not): the difference is what that family costs between its neighbours, prefetching and gaps included. Kernels
-beside each other, other reaches of what is asked for in L2, and two other orders of kernels are timed whole. `--trace` shows
+beside each other and two other orders of kernels are timed whole. `--trace` shows
 instead how long after its predecessor each kernel of a replay ended, which is what it costs where it stands. One line of JSON each
 on stdout.
 """
@@ -32,7 +32,6 @@ from draftwood.kernels.norm_rope import op as norm_op
 from draftwood.model.config import K2_6, K2_6_DRAFT, read_drafter_config, read_model_config, resized
 from draftwood.model.costs import total
 from draftwood.model.cuda import work
-from draftwood.model.cuda.ahead import Reach
 from draftwood.model.cuda.bucket import Bucket
 from draftwood.model.cuda.dummy import dummy_target
 from draftwood.model.cuda.target import CudaTarget, Forward
@@ -169,18 +168,6 @@ def case(target: CudaTarget, rows: int, budget: int, context: int) -> tuple[Forw
     return forward, functools.partial(forward, step.flat, step.lengths, step.counts, step.table, memory.cache)
 
 
-ORDERS = (("parts", False), ("whole", False), ("beside", False), ("parts", True), ("beside", True))
-"""How the router is launched, and whether queries are turned beside the absorption (`CudaTarget.router`, `apart`)."""
-REACHES = ((16, 16), (16, 0), (0, 0), (0, 16), (8, 8), (24, 24), (32, 32))
-"""MiB that are asked for in L2 of o and of the shared expert (`model.cuda.ahead.Reach`)."""
-CHOICES = [
-    *((router, apart, Reach()) for router, apart in ORDERS),
-    *(("beside", True, Reach(o << 20, shared << 20)) for o, shared in REACHES[1:3]),
-    *(("parts", False, Reach(o << 20, shared << 20)) for o, shared in REACHES[1:]),
-]
-"""What is timed whole, the likeliest to matter first."""
-
-
 class Report:
     """Lines of JSON on stdout, and in a file if there is one; and the time that is left."""
 
@@ -226,18 +213,16 @@ class Bench:
             rows=rows, budget=budget, ms=took * 1e3, floor_ms=floor * 1e3, x_floor=took / floor, experts=experts,
             launches=total(work.launches(self.target.sizes, forward.bucket, router=self.target.router)),
         )  # fmt: skip
-        want, usual = run()[0].clone(), (self.target.router, self.target.apart, self.target.reach)
-        for router, apart, reach in CHOICES:
+        want, usual = run()[0].clone(), self.target.router
+        for router in route_op.FORMS:
             if self.report.late or (router != "parts" and forward.bucket.tokens > route_op.WHOLE_ROWS):
                 continue
-            self.target.router, self.target.apart, self.target.reach = router, apart, reach
+            self.target.router = router
             other = case(self.target, rows, budget, self.context)[1]
             took = timed(other, "", self.names)
-            self.report.line(
-                rows=rows, budget=budget, router=router, apart=apart, asked_for=f"{reach.o >> 20}+{reach.shared >> 20} MiB",
-                ms=took * 1e3, same_bits=bool(torch.equal(other()[0], want)),
-            )  # fmt: skip
-        self.target.router, self.target.apart, self.target.reach = usual
+            same = bool(torch.equal(other()[0], want))
+            self.report.line(rows=rows, budget=budget, router=router, ms=took * 1e3, same_bits=same)
+        self.target.router = usual
         self.report.line(rows=rows, budget=budget, order=LATE, ms=timed(run, LATE, self.names) * 1e3)
 
     def families(self, rows: int, budget: int) -> None:

@@ -81,11 +81,6 @@ def _machine_of(device: int) -> plan.Machine:
     return _MACHINES[jit.arch_of(torch.cuda.get_device_capability(device))]
 
 
-def held(shape: Shape, n: int, device: int) -> int:
-    """K64 steps of 16 rows of weights in a segment that a launch for n rows of x asks for before it waits for its predecessor."""
-    return dict(plan.form_for(shape, n, _machine_of(device)).macros)["DEPTH"]
-
-
 def linear(
     x: Tensor,
     weight: Weight,

@@ -2,10 +2,9 @@
 #include "pieces.cuh"
 
 #ifdef WIDTH
-// One row per block of THREADS threads: grid n, and RIDERS blocks more if a later weight is to be asked for.
+// One row per block of THREADS threads: grid n.
 // h = x[index ? index[row] : row] (+ delta[row], rounded); residual, tap <- h where given; y = norm(h) * weight.
 // index: rows of an embedding, or the rows that are wanted.  residual may be x when there is no index.
-// Riders wait for the kernel before: it may still stream weights that would push theirs out of L2.
 #ifndef THREADS
 #define THREADS 256
 #endif
@@ -15,22 +14,16 @@ static_assert(WIDTH % 8 == 0 && THREADS % 32 == 0 && WARPS <= 32, "whole chunks 
 extern "C" __global__ void __launch_bounds__(THREADS)
 rms_norm(const bf16* x, const bf16* delta, const bf16* weight, const long long* index, const int* rows, bf16* residual,
          bf16* tap, bf16* y, long long x_stride, long long delta_stride, long long residual_stride, long long tap_stride,
-         long long y_stride, float eps, int n,
-         const unsigned char* ahead, int runs, int T, int S, int first, int bytes) {
+         long long y_stride, float eps) {
   __shared__ float sums[32];
   const int tid = threadIdx.x, row = blockIdx.x;
-  if (row >= n) {
-    go_and_wait();
-    fetch_ahead(row - n, ahead, runs, T, S, first, bytes);
-    return;
-  }
   uint4 w[OWN], raw[OWN], more[OWN];
 #pragma unroll
   for (int i = 0; i < OWN; i++)
     if (tid + i * THREADS < CHUNKS) w[i] = load16_once(weight + (tid + i * THREADS) * 8);
   go_and_wait();
   // All loads before the first is waited for. A row of x itself may be one that does not count; a gathered one is nowhere then.
-  const int live = rows ? load_int(rows) : n;
+  const int live = rows ? load_int(rows) : row + 1;
   const long long at = index ? load_long(index + row) : (long long)row;
   if (index && row >= live) return;
 #pragma unroll

@@ -1,13 +1,12 @@
 """Checking and launching the norm and rotary kernels. All results are bf16; strides may be anything in whole rows.
 
 `rows` everywhere: None, or one int32 on the device that says how many of the n rows are real: only they are written, and what
-stands in the others does not matter. `ahead`: see `Ahead`.
+stands in the others does not matter.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,43 +25,6 @@ LATENTS = ((128, 96, 16), (1536, 512, 64))
 """(query latent, latent, rotary key)."""
 HEAD_DIMS = (64, 128)
 """Of the drafters."""
-RIDERS = 128
-"""Blocks that ask for weights: about one on each multiprocessor (pieces.cuh)."""
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """Part of a weight that a later kernel will read, to be asked for in L2 while this one runs. It moves time and never a bit.
-
-    data: packed for `linear`, [heads, N / 16, T, 1024] bf16; each 16 rows are summed in `segments` runs of K64 steps, of each of
-    which `steps` are asked for from `first` on.
-    """
-
-    data: Tensor
-    segments: int
-    first: int
-    steps: int
-
-    def __post_init__(self) -> None:
-        if self.data.dim() != 4 or self.data.shape[3] != 1024 or not self.data.is_contiguous():
-            raise ValueError(f"a weight to ask for must be packed [heads, tiles, steps, 1024]; it is {tuple(self.data.shape)}")
-        least = self.data.shape[2] // self.segments
-        if self.first < 0 or self.steps < 1 or self.first + self.steps > least:
-            raise ValueError(f"steps {self.first} to {self.first + self.steps - 1} are not all in runs of {least}")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are asked for."""
-        return self.data.shape[0] * self.data.shape[1] * self.segments * self.steps * 2048
-
-
-def _riders(ahead: Ahead | None) -> tuple[int, tuple[object, ...]]:
-    """Blocks that are added to a grid, and the last arguments of its kernel."""
-    if ahead is None:
-        return 0, (_NULL, np.int32(0), np.int32(0), np.int32(1), np.int32(0), np.int32(0))
-    heads, tiles, steps, _ = ahead.data.shape
-    numbers = (heads * tiles * ahead.segments, steps, ahead.segments, ahead.first, ahead.steps * 2048)
-    return RIDERS, (ahead.data, *map(np.int32, numbers))
 
 
 def _threads(width: int) -> int:
@@ -151,12 +113,10 @@ def add_norm(
     tap: Tensor | None = None,
     out: Tensor | None = None,
     rows: Tensor | None = None,
-    ahead: Ahead | None = None,
 ) -> Tensor:
     """h = x[index] + delta; write h to `residual` and `tap` where given; return norm(h) * weight [n, H].
 
-    x [n, H], or [any, H] with index int64 [n]; delta, residual, tap, out [n, H]; residual may be x without an index. ahead: asked
-    for when the kernel before has ended.
+    x [n, H], or [any, H] with index int64 [n]; delta, residual, tap, out [n, H]; residual may be x without an index.
     """
     width = x.shape[-1]
     n = x.shape[0] if index is None else index.shape[0]
@@ -170,11 +130,10 @@ def add_norm(
     if width % 8 or not 8 <= width <= 8192:
         raise ValueError(f"rows of {width} values have no norm kernel; a multiple of 8 up to 8192 is needed")
     if n:
-        riders, asked = _riders(ahead)
         _kernel(x.device.index, _norm_source, width)(
-            n + riders, _threads(width),
+            n, _threads(width),
             (x, _or_null(delta), weight, _or_null(index), _or_null(rows), _or_null(residual), _or_null(tap), out, _stride(x),
-             _stride(delta), _stride(residual), _stride(tap), _stride(out), np.float32(eps), np.int32(n), *asked),
+             _stride(delta), _stride(residual), _stride(tap), _stride(out), np.float32(eps)),
             pdl=True,
         )  # fmt: skip
     return out
@@ -215,17 +174,13 @@ def latent_write(
 
 
 def query_rope(
-    x: Tensor,
-    turns: Tensor,
-    positions: Tensor,
-    out: Tensor | None = None,
-    rows: Tensor | None = None,
-    ahead: Ahead | None = None,
-    apart: bool = False,
-) -> Tensor:
-    """Turn the rotary parts of queries: x, out [n, heads, P] (views), positions int64 [n]; in place without `out`. ahead: asked
-    for at once, while the kernel before may still run. apart: right only if all arguments are older than that kernel, which waits
-    for its own predecessor before it lets this one start; then it is waited for at the end."""
+    x: Tensor, turns: Tensor, positions: Tensor, out: Tensor | None = None, rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Turn the rotary parts of queries: x, out [n, heads, P] (views), positions int64 [n]; in place without `out`.
+
+    Runs beside the kernel before and waits for it at its end: right only if all arguments are older than that kernel, which waits
+    for its own predecessor before it lets this one start.
+    """
     out = x if out is None else out
     n, heads, p = x.shape
     for name, given in (("x", x), ("out", out)):
@@ -237,13 +192,10 @@ def query_rope(
     _longs_fit(n, positions=positions)
     _count_fits(rows)
     if n:
-        riders, asked = _riders(ahead)
-        per_row = -(-heads * p // 1024)
         _rope_kernel(x.device.index, "query_rope", (("P_WIDTH", p),))(
-            n * per_row + riders, 128,
+            (n, -(-heads * p // 1024)), 128,
             (x, out, turns, positions, _or_null(rows), np.int32(heads), np.int64(x.stride(0)), np.int64(x.stride(1)),
-             np.int64(out.stride(0)), np.int64(out.stride(1)), np.int32(turns.shape[0]), np.int32(n), *asked,
-             np.int32(per_row), np.int32(apart)),
+             np.int64(out.stride(0)), np.int64(out.stride(1)), np.int32(turns.shape[0])),
             pdl=True,
         )  # fmt: skip
     return out

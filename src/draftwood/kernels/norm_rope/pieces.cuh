@@ -6,7 +6,7 @@
 // LAW 1.  A row belongs to one block, or a head to one group of lanes, whatever else runs; all sums have one order:
 //   a lane's own values ascending, the butterfly of warp_sum, then the warps ascending through a second butterfly.
 // PDL.  With EARLY the next kernel's blocks may start before this one has waited, so that they fetch their weights while the
-//   kernel before this one ends, not only while this one runs: common.cuh, rule (b). Riders do not wait; other blocks of the grid do.
+//   kernel before this one ends, not only while this one runs: common.cuh, rule (b).
 #pragma once
 #include "../rounded.cuh"
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ void go_and_wait() {
   if (!EARLY) pdl_go();
 }
 // By common.cuh's rule (d): read through load_new, wait at the end.
-__device__ __forceinline__ void go_apart() { pdl_go(); }
+__device__ __forceinline__ void go_beside() { pdl_go(); }
 
 __device__ __forceinline__ float squares(const float (&v)[8]) {
   float s = 0.f;
@@ -73,22 +73,4 @@ __device__ __forceinline__ void turn_halves(float (&v)[8], const float2* t, int 
     const float cross = mul_rn(other, c.y), own = mul_rn(v[i], c.x);
     v[i] = second ? add_rn(own, cross) : sub_rn(own, cross);
   }
-}
-
-// ---------------------------------------------------------------- weights of a later kernel on their way to L2
-// These kernels keep few multiprocessors busy and no memory. Blocks of their own, the riders, ask meanwhile for a part of a packed
-// weight of `linear` (fold.cuh): for each of its `runs`, one per 16 rows and segment of K, `bytes` from K64 step `first` on. A run
-// begins at step T*(i / S) + T*(i % S)/S of 2 KB. It is a hint: nothing is read, and no result depends on it.
-constexpr int RIDERS = 128;
-
-__device__ __forceinline__ void ask_for(const unsigned char* from, int bytes) {
-#ifdef EMULATION
-  for (int i = 0; i < bytes; i++) const_cast<unsigned char*>(from)[i]++;   // for a test to see
-#else
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
-__device__ __forceinline__ void fetch_ahead(int rider, const unsigned char* ahead, int runs, int T, int S, int first, int bytes) {
-  for (int i = threadIdx.x * RIDERS + rider; i < runs; i += blockDim.x * RIDERS)
-    ask_for(ahead + ((long long)(i / S) * T + T * (i % S) / S + first) * 2048, bytes);
 }

@@ -3,24 +3,16 @@
 #include "pieces.cuh"
 
 #ifdef P_WIDTH
-// The target's queries: the last P_WIDTH values of each head, turned in pairs: grid n * per_row, per_row = ceil(heads*P_WIDTH/8 /
-// 128), and RIDERS blocks more if a later weight is to be asked for, which they do at once.
-// from and to point at the rotary part of row 0, head 0 and may be the same. apart: nothing here was written by the kernel before,
-// which waited and then let this one start; its end is waited for last, so that what comes next may rely on it.
+// The target's queries: the last P_WIDTH values of each head, turned in pairs: grid (n, ceil(heads*P_WIDTH/8 / 128)).
+// from and to point at the rotary part of row 0, head 0 and may be the same. By rule (d) of common.cuh beside the kernel before.
 extern "C" __global__ void __launch_bounds__(128)
 query_rope(const bf16* from, bf16* to, const float2* turns, const long long* positions, const int* rows, int heads,
-           long long from_stride, long long from_head, long long to_stride, long long to_head, int table, int n,
-           const unsigned char* ahead, int runs, int T, int S, int first, int bytes, int per_row, int apart) {
-  const int row = blockIdx.x / per_row, i = blockIdx.x % per_row * 128 + threadIdx.x;
+           long long from_stride, long long from_head, long long to_stride, long long to_head, int table) {
+  const int row = blockIdx.x, i = blockIdx.y * 128 + threadIdx.x;
   const int head = i / (P_WIDTH / 8), c = i % (P_WIDTH / 8) * 8;
-  if (row >= n) {
-    fetch_ahead(blockIdx.x - n * per_row, ahead, runs, T, S, first, bytes);
-    return;
-  }
-  if (apart) go_apart();
-  else go_and_wait();
+  go_beside();
   if (head < heads) {
-    const int live = rows ? load_new(rows) : n;       // all loads before the first is waited for
+    const int live = rows ? load_new(rows) : row + 1;  // all loads before the first is waited for
     const long long position = load_new(positions + row);
     const uint4 raw = load16_new(from + row * from_stride + head * from_head + c);
     float2 turn[4];
@@ -32,7 +24,7 @@ query_rope(const bf16* from, bf16* to, const float2* turns, const long long* pos
       store16(to + row * to_stride + head * to_head + c, pack8(v));
     }
   }
-  if (apart) pdl_wait();
+  pdl_wait();
 }
 #endif
 

@@ -102,18 +102,6 @@ class TestOnDevice:
         op.add_norm(x, weight, EPS, out=out, rows=_count(4))
         assert not out[:4].isnan().any() and bool((out[4:] == 7).all())
 
-    @pytest.mark.parametrize("n", [1, 9, 128])
-    def test_asking_for_a_later_weight_changes_no_bit(self, n: int) -> None:
-        data = torch.zeros(1, 448, 128, 1024, dtype=BF16, device="cuda")
-        ahead = op.Ahead(data, 4, 3, 29)
-        x, weight, delta = _random(n, 7168), _random(7168, seed=1), _random(n, 7168, seed=2)
-        for _ in range(20):
-            assert torch.equal(op.add_norm(x, weight, EPS, delta, ahead=ahead), op.add_norm(x, weight, EPS, delta))
-        q, turns, at = _random(n, 64, 192), _turns(512, 64), torch.randint(0, 512, (n,), device="cuda")
-        want = ref.turn_pairs(q[..., 128:], ref.at_positions(turns, at).unsqueeze(1))
-        op.query_rope(q[..., 128:], turns, at, ahead=ahead)
-        assert torch.equal(q[..., 128:], want) and not data.any()
-
     @pytest.mark.parametrize("widths", op.LATENTS)
     def test_latents_reach_their_slots_and_nothing_else(self, widths: tuple[int, int, int]) -> None:
         q, l, p = widths

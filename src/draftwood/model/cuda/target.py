@@ -21,7 +21,6 @@ from draftwood.kernels.norm_rope import op as norm_op
 from draftwood.kernels.tree.ref import Flat
 from draftwood.model.config import ModelConfig
 from draftwood.model.cuda import work, workspace
-from draftwood.model.cuda.ahead import LayerAhead, Reach, layer_ahead
 from draftwood.model.cuda.bucket import Bucket
 from draftwood.model.cuda.pack import PackedDense, PackedLayer, PackedMoE, PackedTarget
 from draftwood.model.cuda.workspace import Workspace
@@ -55,11 +54,7 @@ class CudaTarget:
         table = rope_table(config.rope, config.qk_rope_head_dim, known, config.rope.amplitude, self.device)
         self.turns = torch.view_as_real(table).contiguous()
         self.work: Workspace | None = None
-        self.reach = Reach()
-        """What forwards that are bound from now on ask for in L2."""
-        self.apart = False
-        """Whether forwards that are bound from now on turn queries beside the absorption of keys, which has waited for them too."""
-        self.router = "parts"
+        self.router = "beside"
         """How forwards that are bound from now on launch the router (moe_route.op.FORMS); "beside": beside the shared expert's
         first product."""
 
@@ -106,9 +101,8 @@ class Forward:
         self.plans = [moe_op.choose(experts, len(part), c.num_experts) for part in self.chunks] if c.num_moe_layers else []
         self.begins = torch.tensor([part.start for part in self.chunks], dtype=torch.int32, device=target.device)
         self.lives = torch.zeros_like(self.begins)
-        self.aheads = [layer_ahead(layer, bucket.tokens, target.reach, target.device) for layer in target.packed.layers]
         whole = len(self.chunks) == 1 and bucket.tokens <= route_op.WHOLE_ROWS
-        self.router, self.apart = target.router if whole else "parts", target.apart
+        self.router = target.router if whole else "parts"
         self.routed: Tensor | None = None
         """Set to int32 [MoE layers, T, k] to have runs leave there which experts each live node chose in each layer."""
 
@@ -136,13 +130,13 @@ class Forward:
             torch.clamp(self.lives, 0, len(self.chunks[0]), out=self.lives)
         self.attention.plan(lengths, counts, flat.starts[: b.rows])
         pending: Tensor | None = None
-        for index, (layer, ahead) in enumerate(zip(self.target.packed.layers, self.aheads, strict=True)):
+        for index, layer in enumerate(self.target.packed.layers):
             self._norm(index, layer.input_norm, pending, nodes)
-            self._attend(layer, ahead, nodes, cache[index], table)
+            self._attend(layer, nodes, cache[index], table)
             delta = None if self.alone else self.target.comm.all_reduce(w.delta)
             norm_op.add_norm(
                 w.x, layer.post_norm, self.config.rms_norm_eps, delta=delta, out=w.normed, rows=nodes.total,
-                residual=None if delta is None else w.x, ahead=ahead.shared,
+                residual=None if delta is None else w.x,
             )  # fmt: skip
             pending = self._mlp(index, layer.mlp, nodes)
         self._norm(len(self.target.packed.layers), self.target.packed.norm, pending, nodes)
@@ -163,11 +157,11 @@ class Forward:
         residual = None if pending is None else w.x
         norm_op.add_norm(w.x, weight, eps, delta=pending, residual=residual, tap=tap, out=w.normed, rows=nodes.total)
 
-    def _attend(self, layer: PackedLayer, ahead: LayerAhead, nodes: _Nodes, cache: Tensor, table: Tensor) -> None:
+    def _attend(self, layer: PackedLayer, nodes: _Nodes, cache: Tensor, table: Tensor) -> None:
         """Attention of the normed nodes; its output is added to the residual stream, or on several ranks left in `delta`.
 
         The nodes' latents are written first and read with the rest, so a node sees what later steps will. Queries are turned
-        last: attention follows, which leaves the memory idle for the weights that are asked for there.
+        beside the absorption of keys, which has waited for them too.
         """
         w, c, total = self.work, self.config, nodes.total
         linear_op.linear(w.normed, layer.down, w.low, rows=total)
@@ -178,7 +172,7 @@ class Forward:
         linear_op.linear(w.q_low, layer.q_b, w.q.flatten(1), rows=total)
         plain, rotary = w.q[..., : c.qk_nope_head_dim], w.q[..., c.qk_nope_head_dim :]
         linear_op.linear(plain, layer.absorb_k, w.q_latent, rows=total)
-        norm_op.query_rope(rotary, self.target.turns, nodes.positions, rows=total, ahead=ahead.o, apart=self.apart)
+        norm_op.query_rope(rotary, self.target.turns, nodes.positions, rows=total)
         self.attention(w.q_latent, rotary, cache, table, nodes.masks, w.seen)
         linear_op.linear(w.seen, layer.absorb_v, w.values, rows=total)
         values = w.values.flatten(1)
