@@ -114,7 +114,7 @@ decide(STEP_ARGUMENTS, const float2* raw, const float2* heat,
     for (int j = 0; j < LISTS; j++) {
       const int i = j * SEGMENT_THREADS + tid;
       some[j] = i < segments * TOP ? mine[i] : 0;
-      if ((i & (TOP - 1)) == TOP - 1) end = max(end, some[j]);
+      if (i >= (TOP - 1) * segments) end = max(end, some[j]);
     }
     begin(run);
     __syncthreads();

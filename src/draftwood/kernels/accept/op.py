@@ -62,7 +62,7 @@ def allocate(most: int, rows: int, nodes: int, vocab: int, device: torch.device 
     return Buffers(
         choices=make(most, dtype=torch.int64), scores=make(most), where=make((rows, nodes), dtype=torch.int32),
         raw=make((most, segments, 2)), heat=make((most, segments, 2)), best=make((most, segments), dtype=torch.int64),
-        lists=make((most, segments, TOP), dtype=torch.int64), front=make((2, rows), dtype=torch.int32),
+        lists=make((most, TOP, segments), dtype=torch.int64), front=make((2, rows), dtype=torch.int32),
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 //
 //   raw [M][S]       largest raw logit and sum of exp, for the log-probability (if step.logprobs)
 //   best [M][S]      rows without a filter: key of the segment's choice, argmax of z + gumbel (greedy rows: of z)
-//   lists [M][S][64] rows with a filter: the segment's 64 highest z; heat [M][S]: largest z and sum of exp (top-p alone)
+//   lists [M][64][S] rows with a filter: the segment's 64 highest z; heat [M][S]: largest z and sum of exp (top-p alone)
 //
 // Instructions a token bind it, so: a segment has one barrier (its largest value, by a maximum of integers); sums and choices of all of
 // a block's segments are put together at its end. Noise is found only for tokens that can still win: bits below a bound that z and
@@ -179,7 +179,7 @@ scan(STEP_ARGUMENTS, const int* front, int R, float2* raw, float2* heat, u64* be
       __syncthreads();
       take_values(run, v, most, s);
       cut(run);
-      if (tid < TOP) lists[part * TOP + tid] = run.top[tid];
+      if (tid < TOP) lists[((long long)m * TOP + tid) * segments + s] = run.top[tid];
       continue;
     }
 #endif

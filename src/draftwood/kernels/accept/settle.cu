@@ -128,7 +128,7 @@ __device__ __forceinline__ void settle_node(Work& w, int* path, const Step& step
   __shared__ Node a;
   const int lane = threadIdx.x & 31, segments = step.segments;
   if (!prepare(a, step, m, path)) return;
-  u64 key = lane < segments ? lists[((long long)m * segments + lane) * TOP] : 0;
+  u64 key = lane < segments ? lists[(long long)m * segments * TOP + lane] : 0;
   const float peak = key_value(warp_max(key));         // every warp finds it; a node left open has one
   const Scan scan = {step, a, path, least_kept(a.min_p, peak)};
   const bool ranked = a.top_k > 0 && a.top_k < step.V;

@@ -1,6 +1,6 @@
 // Logits -> the 64 best candidates of each (row, depth) and the log-sum-exp of z = log q / T + beta_d * gumbel.
 //
-//   pick     each block reads one or several segments of 8192 tokens of a (depth, row) once: keys [R][D][parts][64], sums [R][D][S]
+//   pick     each block reads one or several segments of 8192 tokens of a (depth, row) once: keys [R][D][64][parts], sums [R][D][S]
 //   merge    one block per (depth, row): ids, z, place (each candidate's rank by id) [R][D][64], norm [R][D]
 //
 // LAW 1. Segments depend on the vocabulary only; a segment's sum has one order (segment.cuh), the segments follow in order, and
@@ -14,110 +14,109 @@
 constexpr float COLD = 1e-5f;
 
 #ifdef PICK
-constexpr int FEW = 2;                                 // tokens of a thread that may be left
 constexpr int MOST = 32;                               // segments of a vocabulary
-struct Pending {                                       // tokens whose noise may be high enough
-  u64 list[FEW * SEGMENT_THREADS];                     // value << 32 | token
-  u32 count;
-};
+constexpr bool AHEAD = !WIDE;                          // a segment ahead in registers; float32: asked of L2
 
-__device__ __noinline__ u64 noisy_key(float z, u32 token, u32 position, u64 seed, float scale) {
+// One row of logits and how they become z.
+struct Row {
+  const void* logits;
+  long long from;                                      // of token 0, elements
+  float heat, scale;
+  u64 seed;
+  u32 position;
+  bool heated, noisy;
+};
+// This thread's tokens of segment s, -inf beyond the vocabulary.
+__device__ __forceinline__ void fetch(Eight<WIDE != 0> (&held)[CHUNKS], const Row& row, int s, int V) {
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    const int at = chunk_token(s, c);
+    held[c] = at < V ? fetch_logits<WIDE != 0>(row.logits, row.from + at) : no_logits<WIDE != 0>();
+  }
+}
+__device__ __forceinline__ float noise_of(u32 token, u32 position, u64 seed, float scale) {
   const Bits bits = philox(token >> 2, position, seed);
   const u32 word = token & 2 ? (token & 1 ? bits.word[3] : bits.word[2]) : (token & 1 ? bits.word[1] : bits.word[0]);
-  return rank_key(add_rn(z, mul_rn(gumbel(word), scale)), token);
+  return mul_rn(gumbel(word), scale);
 }
-// Where only the best count and scale > 0: keys of v + scale * gumbel that count for the 64 highest. The bound allows noise only of few
-// bits; tokens that have them are listed, and shared out evenly. At first every thread finds the noise of its highest value: the 64th
-// of these is the bound. False, and nothing is changed, if too many are left. Which tokens are listed changes nothing.
-__device__ __forceinline__ bool take_noisy(Running& run, Pending& few, const float (&v)[PER], float highest, int s, u32 position, u64 seed,
-                                           float scale) {
-  const u32 known = run.bound, before = run.count;
-  if (threadIdx.x == 0) few.count = 0;
-  __syncthreads();
-  if (known <= 1) {
-    int which = 0;
-#pragma unroll
-    for (int j = PER - 1; j >= 0; j--) if (v[j] == highest) which = j;
-    find_bound(run, (u32)(noisy_key(highest, token_of(s, which), position, seed, scale) >> 32));
-  }
-  const u32 bound = run.bound;
-  if (bound <= 1) return false;                        // the same in all threads
-  const float least = least_of(bound), turn = scale > 1e-6f ? divide(1.f, scale) : 1e30f;          // less noise is within the slack
+// The key of one token, from the logits. Few tokens come here: it is read again.
+__device__ __forceinline__ u64 key_of(const Row& row, int token, int V) {
+  if (token >= V) return 0;
+  const long long at = row.from + token;
+  float z = WIDE ? ((const float*)row.logits)[at] : __bfloat162float(((const bf16*)row.logits)[at]);
+  z = fminf(fmaxf(z, minus_infinity()), 1e30f);
+  if (row.heated) z = divide_any(z, row.heat);
+  if (row.noisy) z = add_rn(z, noise_of(token, row.position, row.seed, row.scale));
+  return rank_key(z, token);
+}
+
+// Where only the best count and scale > 0: bit j of the result is set if v[j] + scale * noise may reach `least`. That allows only noise
+// of few bits: one power of two for four tokens, then integer comparisons.
+__device__ __forceinline__ u32 may_reach(const Row& row, const float (&v)[PER], int s, float least) {
+  const float turn = row.scale > 1e-6f ? divide(1.f, row.scale) : 1e30f;       // less noise is within the slack
   u32 mask = 0;
 #pragma unroll
   for (int q = 0; q < PER / 4; q++) {
     const float high = fmaxf(fmaxf(v[4 * q], v[4 * q + 1]), fmaxf(v[4 * q + 2], v[4 * q + 3]));
     const u32 allowed = allowed_bits(high, least, turn);
-    const Bits bits = philox((u32)token_of(s, 4 * q) >> 2, position, seed);
+    const Bits bits = philox((u32)token_of(s, 4 * q) >> 2, row.position, row.seed);
 #pragma unroll
     for (int e = 0; e < 4; e++) mask |= (u32)(bits.word[e] <= allowed) << (4 * q + e);
   }
-  const int lane = threadIdx.x & 31;
-  u32 upto = __popc(mask);
-#pragma unroll
-  for (int by = 1; by < 32; by <<= 1) {
-    const u32 earlier = __shfl_up_sync(ALL_LANES, upto, by);
-    if (lane >= by) upto += earlier;
-  }
-  u32 at = 0;
-  if (lane == 31) at = count_up(&few.count, upto);
-  at = __shfl_sync(ALL_LANES, at, 31) + upto - __popc(mask);
-  if (mask && at + __popc(mask) <= FEW * SEGMENT_THREADS) {
-#pragma unroll
-    for (int j = 0; j < PER; j++)
-      if (mask >> j & 1) few.list[at++] = (u64)__float_as_uint(v[j]) << 32 | (u32)token_of(s, j);
-  }
-  __syncthreads();
-  const int n = few.count;
-  if (n > FEW * SEGMENT_THREADS) return false;
+  return mask;
+}
+// Puts the keys of those that do reach it: a token of each lane at a time. Which tokens the mask has too many changes nothing.
+__device__ __forceinline__ void put_noisy(Running& run, const Row& row, u32 mask, int s, int V) {
+  const u32 bound = run.bound;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < n; i += SEGMENT_THREADS) {
-    const u64 key = noisy_key(__uint_as_float((u32)(few.list[i] >> 32)), (u32)few.list[i], position, seed, scale);
-    if ((u32)(key >> 32) >= bound) put(run, key);
+  while (__ballot_sync(ALL_LANES, mask != 0)) {
+    if (mask) {
+      const u64 key = key_of(row, token_of(s, __popc((mask & (0u - mask)) - 1)), V);
+      mask &= mask - 1;
+      if (key && (u32)(key >> 32) >= bound) put(run, key);
+    }
   }
+}
+// A segment had more keys than the list holds (ties): again, one key a thread at a time. Rare. before: how many were in the list.
+__device__ __noinline__ void put_again(Running& run, u32 before, Row row, int s, int V) {
   __syncthreads();
-  if (run.count > MOST_KEYS) {                         // ties
-    __syncthreads();
-    if (threadIdx.x == 0) run.count = before;
-    __syncthreads();
-    return false;
-  }
-  if (run.count > MANY_KEYS) cut(run);
-  return true;
+  if (threadIdx.x == 0) run.count = before;
+  __syncthreads();
+  cut(run);
+#pragma unroll 1
+  for (int j = 0; j < PER; j++) put_and_cut(run, key_of(row, token_of(s, j), V));
 }
 
 // Grid (parts, D, R): block p reads segments p, p + parts, ... logits: row r, depth d at r * row_stride + d * depth_stride. seeds null:
 // no noise. norms: for how many depths the sum of all tokens is wanted. Position of the token at depth d (0 = first): lengths[r] + 1 + d.
+//
+// Two barriers a segment. Behind the first its peak is known, and what the one before put into the list; the sum stands between them,
+// so nobody waits long; behind the second nobody reads the list's length any more, and keys are put in.
 extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS, 2)
 pick(const void* logits, long long row_stride, long long depth_stride, const float* temperature, const float* beta,
        const long long* seeds, const long long* lengths, const int* budgets, const int* rows, u64* keys, float2* sums, int V,
        int segments, int norms) {
   __shared__ Running run;
-  __shared__ Pending few;
   __shared__ u32 peaks[MOST];
   __shared__ float parts[MOST][SEGMENT_THREADS / 32];
-  const int d = blockIdx.y, r = blockIdx.z, tid = threadIdx.x;
+  const int d = blockIdx.y, r = blockIdx.z, tid = threadIdx.x, every = gridDim.x;
   pdl_wait();
   pdl_go();
-  const int budget = load_int(budgets + r);
-  if ((rows && r >= load_int(rows)) || budget <= 0) return;
+  const int budget = load_int(budgets + r), live = rows ? load_int(rows) : r + 1;
+  Row row = {logits, r * row_stride + d * depth_stride, temperature[r], beta[d], seeds ? (u64)seeds[r] : 0,
+             seeds ? (u32)(lengths[r] + 1 + d) : 0, false, false};
+  if (r >= live || budget <= 0) return;
+  row.heated = row.heat > COLD && row.heat != 1.f;
+  row.noisy = row.heat > COLD && seeds && row.scale > 0.f;                     // at scale 0 the noise is 0
+  const bool summed = d < norms;
+  Eight<WIDE != 0> held[CHUNKS];
+  fetch(held, row, blockIdx.x, V);
   begin(run);
   if (tid < MOST) peaks[tid] = 0;
   __syncthreads();
-  const long long row = (long long)r * gridDim.y + d;
+  u32 before = 0;                                      // keys in the list when the segment before this one put its own
 #pragma unroll 1
-  for (int s = blockIdx.x, i = 0; s < segments; s += gridDim.x, i++) {
-    Eight<WIDE != 0> held[CHUNKS];                     // the logits travel while the row's parameters are looked up
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-      const int at = chunk_token(s, c);
-      held[c] = at < V ? fetch_logits<WIDE != 0>(logits, r * row_stride + d * depth_stride + at) : no_logits<WIDE != 0>();
-    }
-    ask_ahead<WIDE != 0>(logits, r * row_stride + d * depth_stride, s + gridDim.x, V);
-    const float heat = temperature[r], scale = beta[d];
-    const bool hot = heat > COLD, noisy = hot && seeds && scale > 0.f;         // at scale 0 the noise is 0
-    const u64 seed = noisy ? (u64)seeds[r] : 0;
-    const u32 position = noisy ? (u32)(lengths[r] + 1 + d) : 0;
+  for (int s = blockIdx.x, i = 0; s < segments; s += every, i++) {
     float v[PER];
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
@@ -126,39 +125,70 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
 #pragma unroll
       for (int e = 0; e < 8; e++) v[c * 8 + e] = x[e];
     }
+    if (AHEAD) fetch(held, row, s + every, V);
+    else ask_ahead<WIDE != 0>(logits, row.from, s + every, V);
     float highest = highest_of(v);
     if (highest > 1e30f) {
 #pragma unroll
       for (int j = 0; j < PER; j++) v[j] = v[j] > 1e30f ? 1e30f : v[j];
+      highest = 1e30f;
     }
-    if (hot && heat != 1.f) divide_all(v, heat);
-    highest = fmaxf(highest_of(v), minus_infinity());
-    if (noisy && d >= norms && take_noisy(run, few, v, highest, s, position, seed, scale)) continue;
-    if (noisy) {
+    if (row.heated) {
+      divide_all(v, row.heat);
+      highest = highest_of(v);
+    }
+    if (row.noisy && summed) {
 #pragma unroll
       for (int q = 0; q < PER / 4; q++) {
-        const Bits bits = philox((u32)token_of(s, 4 * q) >> 2, position, seed);
+        const Bits bits = philox((u32)token_of(s, 4 * q) >> 2, row.position, row.seed);
 #pragma unroll
-        for (int e = 0; e < 4; e++) v[4 * q + e] = add_rn(v[4 * q + e], mul_rn(gumbel(bits.word[e]), scale));
+        for (int e = 0; e < 4; e++) v[4 * q + e] = add_rn(v[4 * q + e], mul_rn(gumbel(bits.word[e]), row.scale));
       }
-      highest = fmaxf(highest_of(v), minus_infinity());
+      highest = highest_of(v);
     }
-    if (d < norms) {
-      const u32 peak = block_peak(highest, &peaks[i]);
-      warp_exp_sum(v, value_of(peak), parts[i]);
+    highest = fmaxf(highest, minus_infinity());
+    if (summed) {
+      const u32 order = warp_max_u32(order_of(highest));
+      if ((tid & 31) == 0) raise(&peaks[i], order);
     }
-    take_values(run, v, highest, s);
+    __syncthreads();
+    const u32 n = run.count, known = run.bound;
+    if (summed) warp_exp_sum(v, value_of(peaks[i]), parts[i]);
+    __syncthreads();
+    if (n > MOST_KEYS) put_again(run, before, row, s - every, V);
+    else if (n > MANY_KEYS) cut(run);
+    before = n > MANY_KEYS ? (u32)TOP : n;
+    const bool sampled = row.noisy && !summed;         // noise is found where it can matter only
+    if (known <= 1) {
+      float z = highest;
+      if (sampled) {                                   // the 64th of the noisy values of every thread's highest token is a bound
+        int which = 0;
+#pragma unroll
+        for (int j = PER - 1; j >= 0; j--) if (v[j] == highest) which = j;
+        z = add_rn(z, noise_of(token_of(s, which), row.position, row.seed, row.scale));
+      }
+      find_bound(run, (u32)(rank_key(z, 0) >> 32));
+    }
+    if (sampled) put_noisy(run, row, may_reach(row, v, s, least_of(run.bound)), s, V);
+    else put_values(run, v, highest, s);
+    if (!AHEAD) fetch(held, row, s + every, V);
   }
+  __syncthreads();
+  const int last = blockIdx.x + (segments - 1 - (int)blockIdx.x) / every * every;
+  if (run.count > MOST_KEYS) put_again(run, before, row, last, V);
   cut(run);
-  if (tid < TOP) keys[(row * gridDim.x + blockIdx.x) * TOP + tid] = run.top[tid];
-  const int s = blockIdx.x + tid * gridDim.x;
-  if (d < norms && s < segments) sums[row * segments + s] = make_float2(value_of(peaks[tid]), sum_of(parts[tid]));
+  if (tid < TOP) keys[((((long long)r * gridDim.y + d) * TOP) + tid) * every + blockIdx.x] = run.top[tid];
+  const int s = blockIdx.x + tid * every;
+  if (summed && s < segments) {
+    sums[((long long)r * gridDim.y + d) * segments + s] = make_float2(value_of(peaks[tid]), sum_of(parts[tid]));
+  }
 }
 #endif
 
 #ifdef MERGE
 constexpr int LISTS = 32 * TOP / SEGMENT_THREADS;          // keys of a thread: up to 32 segments
-// Grid (D, R). parts: lists of 64 keys for each.
+// Grid (D, R). parts: lists of 64 keys for each, the highest of all lists first: so every group of threads gets one of the highest,
+// and what reaches their bound is little more than 64.
 extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS)
 merge(const u64* keys, const float2* sums, const int* budgets, const int* rows, int* ids, float* z, int* places, float* norm,
       int parts, int segments, int norms) {

@@ -50,7 +50,7 @@ class Lists:
 class Buffers:
     """What candidates and growth need for up to `rows` rows, fixed addresses.
 
-    keys int64 [rows, depth, S, 64]: of each block; sums float32 [rows, depth, S, 2]: of each segment.
+    keys int64 [rows, depth, 64, S]: of each block; sums float32 [rows, depth, S, 2]: of each segment.
     """
 
     keys: Tensor
@@ -93,7 +93,7 @@ def allocate(rows: int, depth: int, vocab: int, device: torch.device | str) -> B
         make(top, dtype=torch.int32), make(top, dtype=torch.float32), make(top, dtype=torch.int32),
         make(top[:2], dtype=torch.float32),
     )  # fmt: skip
-    keys, sums = make((rows, depth, segments, TOP), dtype=torch.int64), make((rows, depth, segments, 2))
+    keys, sums = make((rows, depth, TOP, segments), dtype=torch.int64), make((rows, depth, segments, 2))
     return Buffers(keys, sums, found, allocate_lists(rows, depth, device))
 
 
@@ -292,7 +292,7 @@ def _check_logits(logits: Tensor, given: Knobs, buffers: Buffers) -> None:
         )
     if v % 8 or any(s % 8 for s in logits.stride()[:2]):
         raise ValueError(f"logits of {v} tokens, strides {logits.stride()}: all must be multiples of 8")
-    if buffers.keys.shape[0] < r or tuple(buffers.keys.shape[1:3]) != (d, -(-v // SEGMENT)) or len(given.beta) != d:
+    if buffers.keys.shape[0] < r or tuple(buffers.keys.shape[1:]) != (d, TOP, -(-v // SEGMENT)) or len(given.beta) != d:
         raise ValueError(
             f"logits {tuple(logits.shape)} do not fit buffers {tuple(buffers.keys.shape)}, knobs for {len(given.beta)}"
         )

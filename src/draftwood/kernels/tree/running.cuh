@@ -7,7 +7,7 @@
 #include "segment.cuh"
 
 constexpr int TOP = 64, GROUPS = 128, SHARE = SEGMENT_THREADS / GROUPS;
-constexpr int MOST_KEYS = TOP + SEGMENT_THREADS, MANY_KEYS = 256;              // room of the list; it is cut above MANY_KEYS
+constexpr int MOST_KEYS = TOP + SEGMENT_THREADS, MANY_KEYS = 128;              // room of the list; it is cut above MANY_KEYS
 constexpr float LOWEST = -3.4028235e38f;                                       // above -inf
 
 struct Running {
@@ -95,20 +95,23 @@ __device__ __noinline__ void put_and_cut(Running& run, u64 key) {
   cut(run);
 }
 
+// Puts the keys of a segment's values v that reach the bound. highest: of v.
+__device__ __forceinline__ void put_values(Running& run, const float (&v)[PER], float highest, int s) {
+  const float least = least_of(run.bound);
+  if (!(highest >= least)) return;
+#pragma unroll
+  for (int q = 0; q < PER / 4; q++) {
+    if (!(fmaxf(fmaxf(v[4 * q], v[4 * q + 1]), fmaxf(v[4 * q + 2], v[4 * q + 3])) >= least)) continue;
+#pragma unroll
+    for (int e = 0; e < 4; e++) if (v[4 * q + e] >= least) put(run, rank_key(v[4 * q + e], token_of(s, 4 * q + e)));
+  }
+}
 // Keys of a segment's values v that count for the 64 highest. highest: of v. All threads; it ends with a barrier.
 __device__ __forceinline__ void take_values(Running& run, const float (&v)[PER], float highest, int s) {
   const u32 known = run.bound, before = run.count;
   __syncthreads();
   if (known <= 1) find_bound(run, (u32)(rank_key(highest, 0) >> 32));
-  const float least = least_of(run.bound);
-  if (highest >= least) {
-#pragma unroll
-    for (int q = 0; q < PER / 4; q++) {
-      if (!(fmaxf(fmaxf(v[4 * q], v[4 * q + 1]), fmaxf(v[4 * q + 2], v[4 * q + 3])) >= least)) continue;
-#pragma unroll
-      for (int e = 0; e < 4; e++) if (v[4 * q + e] >= least) put(run, rank_key(v[4 * q + e], token_of(s, 4 * q + e)));
-    }
-  }
+  put_values(run, v, highest, s);
   __syncthreads();
   const u32 n = run.count;
   if (n <= MANY_KEYS) return;
