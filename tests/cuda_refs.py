@@ -413,7 +413,7 @@ def replace(patch: pytest.MonkeyPatch) -> Calls:
     ):
         for name in names:
             patch.setattr(module, name, getattr(refs, name))
-    for name in ("begin", "select", "advance", "synthetic", "chances"):
+    for name in ("begin", "select", "advance", "synthetic", "guesses"):
         patch.setattr(rows_op, name, functools.partial(_counted, calls, name))
     for name in ("fit", "learn"):
         patch.setattr(sizes_op, name, getattr(sizes_ref, name))

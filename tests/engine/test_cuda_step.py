@@ -33,7 +33,7 @@ deviation; 0.7 at most among 8192) from those in float32."""
 def references():
     patch = pytest.MonkeyPatch()
     cuda_refs.replace(patch)
-    for name in ("begin", "select", "advance", "synthetic", "chances"):
+    for name in ("begin", "select", "advance", "synthetic", "guesses"):
         patch.setattr(rows_op, name, getattr(rows_ref, name))
     for name in ("fit", "learn"):
         patch.setattr(sizes_op, name, getattr(sizes_ref, name))

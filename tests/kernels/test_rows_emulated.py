@@ -27,8 +27,8 @@ def test_rows_move_on_by_what_was_accepted_and_others_stay(free: int, pieces: in
 
 
 @pytest.mark.parametrize("mean", [1.0, 2.5, 4.0, 4.3])
-def test_synthetic_chances_are_those_of_the_walks(mean: float) -> None:
-    assert checks.chances(mean, "cpu") == pytest.approx(mean, abs=1e-4)
+def test_synthetic_guesses_are_those_of_the_walks_and_differ(mean: float) -> None:
+    assert checks.guesses(mean, "cpu") == pytest.approx(mean, abs=1e-4)
 
 
 @pytest.mark.parametrize("mean", [1.0, 2.5, 4.3, 60.0])

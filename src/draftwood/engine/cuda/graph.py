@@ -211,6 +211,9 @@ class CudaStep:
                 found, self.roots[:f], self.lengths[:f], budgets, heat, self.knobs, self.trees, parts.bigram, rows=free,
                 lists=candidates.lists,
             )  # fmt: skip
+            if parts.synthetic is not None:  # a random drafter says the same at every depth, and nothing of what will be accepted
+                seeds = rows.given("seeds", r)
+                rows_op.guesses(free, seeds, self.lengths, self.trees, parts.vocab, parts.synthetic)
             self._cut()
         tree_op.flatten(
             self.trees, self.lengths, rows.table(r), parts.kv.page_size, self.flat, rows=rows.given("live", 1)
@@ -222,8 +225,6 @@ class CudaStep:
         """Keep of the automatic rows' trees what pays."""
         rows, auto = self.rows, self.parts.auto
         if auto is not None:
-            if self.parts.synthetic is not None:  # a random drafter's probabilities say nothing about what will be accepted
-                rows_op.chances(rows.given("free", 1), self.trees, self.parts.synthetic)
             heat, automatic = rows.given("temperature", self.places), rows.given("automatic", self.places)
             counters = (rows.given("live", 1), rows.given("free", 1))
             costs, own = auto.costs[self.key.rows], CAPS.index(self.key.budget)

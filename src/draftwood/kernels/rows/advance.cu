@@ -1,4 +1,5 @@
-// The end of a step: what a walk accepted becomes the state of its row. For measuring: choices that make walks as long as asked.
+// The end of a step: what a walk accepted becomes the state of its row. For measuring: guesses and choices that make walks as long
+// as asked.
 #include "../rounded.cuh"
 
 #ifdef EMULATION
@@ -29,17 +30,29 @@ advance_rows(const int* live, const int* free, const long long* ids, const unsig
   }
 }
 
-// Grid (R). logprob [R][N] of trees of the places before *free becomes what the walks that synthetic_choices makes are like, so that
-// sizes can be chosen: the first node of a depth is passed for sure up to depth `whole`, with probability `part` one deeper, and
-// never else.
+// A number that seeds and lengths decide, whatever else there is.
+__device__ __forceinline__ u64 hash_of(long long seed, long long length) {
+  u64 h = (u64)seed * 0x9E3779B97F4A7C15ull + (u64)length;
+  h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9ull;
+  h = (h ^ h >> 27) * 0x94D049BB133111EBull;
+  return h ^ h >> 31;
+}
+
+// Grid (R). Trees of the places before *free, beyond their roots. tokens [R][N]: all of a tree differ, and those of trees of other
+// roots, for a random drafter says the same at every depth, and nodes of one token choose the same experts. logprob [R][N]: what the walks that synthetic_choices makes
+// are like, so that sizes can be chosen: the first node of a depth is passed for sure up to depth `whole`, with probability `part`
+// one deeper, and never else.
 extern "C" __global__ void __launch_bounds__(32)
-synthetic_chances(const int* free, const long long* counts, const long long* depths, int N, int whole, float log_part, float never,
-          float* logprob) {
+synthetic_guesses(const int* free, const long long* seeds, const long long* lengths, const long long* counts, const long long* depths,
+          int N, int V, int whole, float log_part, float never, long long* tokens, float* logprob) {
   const int r = blockIdx.x;
   pdl_wait();
   pdl_go();
-  if (r >= load_int(free) || threadIdx.x) return;
+  if (r >= load_int(free)) return;
   const int n = (int)load_long(counts + r);
+  const u64 first = hash_of(seeds[r] + (load_long(tokens + (long long)r * N) << 32), load_long(lengths + r)) % V;
+  for (int i = 1 + threadIdx.x; i < n; i += 32) tokens[(long long)r * N + i] = (first + (u64)i * (V / N)) % V;
+  if (threadIdx.x) return;
   int deepest = 0;
   for (int i = 1; i < n; i++) {
     const long long at = (long long)r * N + i;
@@ -59,10 +72,7 @@ synthetic_choices(const int* free, const long long* seeds, const long long* leng
   pdl_wait();
   pdl_go();
   if (r >= load_int(free) || threadIdx.x) return;
-  u64 h = (u64)seeds[r] * 0x9E3779B97F4A7C15ull + (u64)load_long(lengths + r);
-  h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9ull;
-  h = (h ^ h >> 27) * 0x94D049BB133111EBull;
-  h ^= h >> 31;
+  const u64 h = hash_of(seeds[r], load_long(lengths + r));
   const int want = whole + (int)((float)(h >> 40) * (1.f / 16777216.f) < part);
   const long long at = (long long)r * N;
   const int n = (int)load_long(counts + r);

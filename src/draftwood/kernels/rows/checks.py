@@ -49,16 +49,24 @@ def advance(free: int, pieces: int, room: int, device: str, history: bool) -> No
     assert scenario.same(state, want)
 
 
-def chances(mean: float, device: str) -> float:
-    """Log-probabilities are the reference's, of decoding places only; return what they say a row returns on average."""
+def guesses(mean: float, device: str) -> float:
+    """Guesses are the reference's, of decoding places only, and all of a tree differ; return what their log-probabilities say a
+    row returns on average."""
     rows = 64
     trees = scenario.trees(rows, device, 5)
     want = copy.deepcopy(trees)
     free = torch.tensor([rows - 3], dtype=torch.int32, device=device)
-    before = trees.logprob[rows - 3 :].clone()
-    op.chances(free, trees, mean)
-    ref.chances(free, want, mean)
-    assert scenario.same(trees, want) and torch.equal(trees.logprob[rows - 3 :], before)
+    before = copy.deepcopy(trees)
+    given = (torch.arange(rows, device=device) * 12345 - 77, torch.arange(rows, device=device) + 40)
+    op.guesses(free, *given, trees, scenario.VOCAB, mean)
+    ref.guesses(free, *given, want, scenario.VOCAB, mean)
+    assert scenario.same(trees, want)
+    for name in ("tokens", "logprob"):
+        assert torch.equal(getattr(trees, name)[rows - 3 :], getattr(before, name)[rows - 3 :])
+    assert torch.equal(trees.tokens[:, 0], before.tokens[:, 0])
+    for r in range(rows - 3):
+        guessed = trees.tokens[r, 1 : int(trees.counts[r])]
+        assert len(guessed.unique()) == len(guessed) and bool(((guessed >= 0) & (guessed < scenario.VOCAB)).all())
     live = (torch.arange(NODES, device=device) < trees.counts[:, None])[: rows - 3, 1:]
     deep = torch.stack([trees.depths[r, : int(trees.counts[r])].max() for r in range(rows - 3)]) >= mean - 1
     return float(1 + (trees.logprob[: rows - 3, 1:].exp() * live).sum(1)[deep].mean())

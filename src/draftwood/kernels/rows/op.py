@@ -1,4 +1,4 @@
-"""Checks and launches of what begins and ends a step: `begin`, `select`, `advance`, and for measuring `synthetic` and `chances`.
+"""Checks and launches of what begins and ends a step: `begin`, `select`, `advance`, and for measuring `guesses` and `synthetic`.
 
 Nothing waits for the host.
 """
@@ -20,7 +20,7 @@ from draftwood.kernels.tree.ref import Flat, Trees
 
 _FOLDER = File(__file__).parent
 _NULL = np.uint64(0)
-_THREADS = {"begin_step": 64, "list_verified": 64, "advance_rows": 32, "synthetic_choices": 32, "synthetic_chances": 32}
+_THREADS = {"begin_step": 64, "list_verified": 64, "advance_rows": 32, "synthetic_choices": 32, "synthetic_guesses": 32}
 _FILES = {name: "begin.cu" if name in ("begin_step", "list_verified") else "advance.cu" for name in _THREADS}
 WIDEST = 128
 """Most nodes of a row: two words of ancestors."""
@@ -124,17 +124,18 @@ def advance(places: Places, state: State, lengths: Tensor, path: Path, history_r
     )  # fmt: skip
 
 
-def chances(free: Tensor, trees: Trees, mean: float) -> None:
-    """Make log-probabilities of R = len(trees.counts) places those of synthetic walks; see ref.chances. Raises ValueError."""
-    r = len(trees.counts)
+def guesses(free: Tensor, seeds: Tensor, lengths: Tensor, trees: Trees, vocab: int, mean: float) -> None:
+    """Make the trees of R = len(lengths) places those of synthetic walks; see ref.guesses. Raises ValueError."""
+    r = len(lengths)
     width = _fit_trees(trees, r)
-    _fit(1, free=(free, _COUNT))
-    if mean < 1:
-        raise ValueError(f"walks return at least 1 token on average; not {mean}")
+    _fit(r, free=(free, _COUNT), seeds=(seeds, _LONGS), lengths=(lengths, _LONGS))
+    if mean < 1 or vocab < width:
+        raise ValueError(f"walks return at least 1 token on average, not {mean}; a tree needs {width} tokens, not {vocab}")
     whole, last = log_part(mean)
-    _kernel("synthetic_chances", trees.counts.device.index or 0)(
-        r, _THREADS["synthetic_chances"],
-        (free, trees.counts, trees.depths, np.int32(width), np.int32(whole), np.float32(last), np.float32(NEVER), trees.logprob),
+    _kernel("synthetic_guesses", lengths.device.index or 0)(
+        r, _THREADS["synthetic_guesses"],
+        (free, seeds, lengths, trees.counts, trees.depths, np.int32(width), np.int32(vocab), np.int32(whole), np.float32(last),
+         np.float32(NEVER), trees.tokens, trees.logprob),
         pdl=True,
     )  # fmt: skip
 

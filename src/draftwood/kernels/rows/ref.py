@@ -115,28 +115,32 @@ def log_part(mean: float) -> tuple[int, float]:
     return whole, max(math.log(part), NEVER) if part > 0 else NEVER
 
 
-def chances(free: Tensor, trees: Trees, mean: float) -> None:
-    """Set log-probabilities of the trees of decoding places to those of synthetic walks of `mean` tokens: of the first node of each
-    depth, which such walks take."""
+def guesses(free: Tensor, seeds: Tensor, lengths: Tensor, trees: Trees, vocab: int, mean: float) -> None:
+    """Make the nodes of decoding places' trees guesses of synthetic walks of `mean` tokens: tokens that all differ, and the
+    log-probabilities that a walk passes, which is sure for the first node of each depth."""
     whole, last = log_part(mean)
+    step = vocab // trees.tokens.shape[1]
     for r in range(min(int(free), len(trees.counts))):
-        deepest = 0
+        first, deepest = _hash(int(seeds[r]) + (int(trees.tokens[r, 0]) << 32), int(lengths[r])) % vocab, 0
         for i in range(1, int(trees.counts[r])):
             depth = int(trees.depths[r, i])
             found = NEVER if depth <= deepest or depth > whole + 1 else last if depth > whole else 0.0
-            trees.logprob[r, i] = found
+            trees.tokens[r, i], trees.logprob[r, i] = (first + i * step) % vocab, found
             deepest = max(deepest, depth)
 
 
 def wanted(seed: int, length: int, mean: float) -> int:
     """How many nodes beyond the root a synthetic walk should accept so that it returns `mean` tokens on average."""
+    whole = int(mean - 1)
+    part = float(torch.tensor(mean - 1 - whole, dtype=torch.float32))
+    return whole + ((_hash(seed, length) >> 40) / 16777216 < part)
+
+
+def _hash(seed: int, length: int) -> int:
     h = (seed * 0x9E3779B97F4A7C15 + length) & _WORD
     h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     h = (h ^ h >> 27) * 0x94D049BB133111EB & _WORD
-    h ^= h >> 31
-    whole = int(mean - 1)
-    part = float(torch.tensor(mean - 1 - whole, dtype=torch.float32))
-    return whole + ((h >> 40) / 16777216 < part)
+    return h ^ h >> 31
 
 
 def synthetic(

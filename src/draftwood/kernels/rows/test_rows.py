@@ -42,7 +42,7 @@ def test_unfit_tensors_are_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match="choices must be"):
         op.synthetic(places.free, longs, longs, trees, torch.zeros(4, 65, dtype=torch.int32), ints, 96, 2.0)
     with pytest.raises(ValueError, match="at least 1 token"):
-        op.chances(places.free, trees, 0.5)
+        op.guesses(places.free, longs, longs, trees, 96, 0.5)
     with pytest.raises(ValueError, match="mean"):
         op.synthetic(places.free, longs, longs, trees, torch.zeros(4, 65, dtype=torch.int32), longs, 96, 0.5)
 
@@ -60,8 +60,8 @@ class TestOnDevice:
         checks.advance(free, pieces, room, "cuda", history)
 
     @pytest.mark.parametrize("mean", [1.0, 2.5, 4.0])
-    def test_synthetic_chances_are_those_of_the_walks(self, mean: float) -> None:
-        assert checks.chances(mean, "cuda") == pytest.approx(mean, abs=1e-4)
+    def test_synthetic_guesses_are_those_of_the_walks_and_differ(self, mean: float) -> None:
+        assert checks.guesses(mean, "cuda") == pytest.approx(mean, abs=1e-4)
 
     @pytest.mark.parametrize("mean", [1.0, 2.5, 60.0])
     def test_synthetic_choices_make_walks_as_long_as_asked(self, mean: float) -> None:
