@@ -7,8 +7,8 @@
 //
 // Instructions a token bind it, so: a segment has one barrier (its largest value, by a maximum of integers); sums and choices of all of
 // a block's segments are put together at its end. Noise is found only for tokens that can still win: bits below a bound that z and
-// the block's best so far give, one power of two for four tokens; at first that is the largest z with the least noise there is.
-// Skipping cannot change the best.
+// the block's best so far give, one power of two for four tokens; at first that is the best of each lane's highest token. Skipping
+// cannot change the best.
 #include "node.cuh"
 #include "../tree/running.cuh"
 
@@ -21,39 +21,43 @@ constexpr float LEAST_NOISE = -3.2f, MOST_NOISE = 23.f;                        /
 // What a block knows of its segments, the i-th of them at [i]. Orders (float_order) of values, 0: nothing yet.
 struct Found {
   u32 peak[MOST], raw_peak[MOST], first[MOST];         // largest z, and raw logit; greedy: the lowest id that has it
-  u64 key[MOST];                                       // otherwise the choice's key
+  u32 floor;                                           // otherwise: of the best choice so far
   float sum[MOST][SEGMENT_WARPS];
+  u64 key[MOST][SEGMENT_WARPS];                        // and the keys of the warps' choices
 };
 
-// Of four tokens from `token` on those whose bits are within `bound`: the best key. Rare.
-__device__ __noinline__ u64 best_of_four(float4 z, uint4 bits, u32 bound, int token) {
-  const float v[4] = {z.x, z.y, z.z, z.w};
-  const u32 w[4] = {bits.x, bits.y, bits.z, bits.w};
-  u64 key = 0;
-#pragma unroll
-  for (int e = 0; e < 4; e++)
-    if (w[e] <= bound) key = max(key, rank_key(add_rn(v[e], gumbel(w[e])), token + e));
-  return key;
-}
-// This thread's best key of z + gumbel, or 0 if the warp has found better. floor: the order of a value that the block's choice reaches.
-__device__ __forceinline__ u64 best_drawn(const float (&v)[PER], int s, const Node& a, u32 floor) {
+// This warp's best key of z + gumbel, or 0 if the block has found better. most: the highest of v. floor: the order of a value that the
+// block's choice reaches. sampled: that has been drawn; else each lane draws for its highest token first.
+__device__ __forceinline__ u64 best_drawn(const float (&v)[PER], float most, int s, const Node& a, u32 floor, bool sampled) {
   u64 mine = 0;
+  if (!sampled) {
+    int which = 0;
 #pragma unroll
-  for (int q = 0; q < PER / 4; q++) {
-    const float high = fmaxf(fmaxf(v[4 * q], v[4 * q + 1]), fmaxf(v[4 * q + 2], v[4 * q + 3])), least = value_of(floor);
-    if (!__ballot_sync(ALL_LANES, add_rn(high, MOST_NOISE) >= least)) continue;
-    const int token = token_of(s, 4 * q);
-    const Bits bits = philox((u32)token >> 2, a.position, a.seed);
-    const u32 bound = allowed_bits(high, least, 1.f);
-    const u32 lowest = min(min(bits.word[0], bits.word[1]), min(bits.word[2], bits.word[3]));
-    const bool some = lowest <= bound && high > minus_infinity();
-    if (!__ballot_sync(ALL_LANES, some)) continue;
-    if (some)
-      mine = max(mine, best_of_four(make_float4(v[4 * q], v[4 * q + 1], v[4 * q + 2], v[4 * q + 3]),
-                                    make_uint4(bits.word[0], bits.word[1], bits.word[2], bits.word[3]), bound, token));
+    for (int j = PER - 1; j >= 0; j--) if (v[j] == most) which = j;
+    mine = drawn_key(a, most, token_of(s, which));
     floor = max(floor, warp_max_u32((u32)(mine >> 32)));
   }
-  return mine;
+  const float least = value_of(floor);
+  u32 mask = 0;                                        // bit j: v[j] may win
+#pragma unroll
+  for (int q = 0; q < PER / 4; q++) {
+    const float high = fmaxf(fmaxf(v[4 * q], v[4 * q + 1]), fmaxf(v[4 * q + 2], v[4 * q + 3]));
+    if (!__ballot_sync(ALL_LANES, add_rn(high, MOST_NOISE) >= least)) continue;
+    const Bits bits = philox((u32)token_of(s, 4 * q) >> 2, a.position, a.seed);
+    const u32 bound = allowed_bits(high, least, 1.f);
+#pragma unroll
+    for (int e = 0; e < 4; e++) mask |= (u32)(bits.word[e] <= bound) << (4 * q + e);
+  }
+#pragma unroll 1
+  while (__ballot_sync(ALL_LANES, mask != 0)) {        // few: a token of each lane at a time
+    const int which = __popc((mask & (0u - mask)) - 1);
+    float z = minus_infinity();
+#pragma unroll
+    for (int j = 0; j < PER; j++) if (j == which) z = v[j];
+    mine = max(mine, drawn_key(a, z, token_of(s, which & (PER - 1))));
+    mask &= mask - 1;
+  }
+  return warp_max_key(mine);
 }
 
 // What a block reads: segments first, first + every, ... of node m.
@@ -102,11 +106,11 @@ scan(STEP_ARGUMENTS, const int* front, int R, float2* raw, float2* heat, u64* be
   pdl_go();
   if (!front && tid == 0) share = {(int)blockIdx.y, (int)blockIdx.x, (int)gridDim.x};
   if (front && !find_share(share, front, R, segments)) return;
-  if (tid < MOST) { found.peak[tid] = found.raw_peak[tid] = 0; found.first[tid] = ~0u; found.key[tid] = 0; }
+  if (tid < MOST) { found.peak[tid] = found.raw_peak[tid] = 0; found.first[tid] = ~0u; }
+  if (tid == 0) found.floor = 0;
   __syncthreads();
   const int m = share.m;
   if (!is_live(step, m)) return;
-  u32 floor = 0;                                       // the order of a value that the choice reaches
 #pragma unroll 1
   for (int s = share.first, i = 0; s < segments; s += share.every, i++) {
     float v[PER];
@@ -193,9 +197,12 @@ scan(STEP_ARGUMENTS, const int* front, int R, float2* raw, float2* heat, u64* be
         lower(&found.first[i], token_of(s, which));
       }
     } else {
-      if (i) floor = max(floor, (u32)(found.key[i - 1] >> 32));                // complete behind this segment's barrier
-      const u64 mine = best_drawn(v, s, a, max(floor, order_of(add_rn(value_of(peak), LEAST_NOISE))));
-      if (mine) raise(&found.key[i], mine);
+      const u32 floor = found.floor;                   // of segments before; whatever of this one is there already does no harm
+      const u64 best_here = best_drawn(v, most, s, a, max(floor, order_of(add_rn(value_of(peak), LEAST_NOISE))), i > 0);
+      if ((tid & 31) == 0) {
+        found.key[i][tid >> 5] = best_here;
+        raise(&found.floor, (u32)(best_here >> 32));
+      }
     }
   }
 #if FILTERS
@@ -207,6 +214,9 @@ scan(STEP_ARGUMENTS, const int* front, int R, float2* raw, float2* heat, u64* be
     const int i = tid;
     const long long part = (long long)m * segments + s;
     if (logprobs) raw[part] = make_float2(value_of(found.raw_peak[i]), sum_of(found.sum[i]));
-    best[part] = a.hot ? found.key[i] : found.first[i] != ~0u ? rank_key(value_of(found.peak[i]), found.first[i]) : 0;
+    u64 key = 0;
+#pragma unroll 4
+    for (int w = 0; w < SEGMENT_WARPS; w++) key = max(key, a.hot ? found.key[i][w] : 0);
+    best[part] = a.hot ? key : found.first[i] != ~0u ? rank_key(value_of(found.peak[i]), found.first[i]) : 0;
   }
 }

@@ -11,19 +11,16 @@ __device__ __forceinline__ int token_of(int s, int j) { return chunk_token(s, j 
 
 #ifdef EMULATION
 inline void raise(u32* p, u32 v) { *p = max(*p, v); }
-inline void raise(u64* p, u64 v) { *p = max(*p, v); }
 inline void lower(u32* p, u32 v) { *p = min(*p, v); }
 inline u32 up_to(float v) { return v >= 4294967040.f ? ~0u : (u32)v; }
 #else
 __device__ __forceinline__ void raise(u32* p, u32 v) { atomicMax(p, v); }      // integers: their maximum has no order
-__device__ __forceinline__ void raise(u64* p, u64 v) { atomicMax(p, v); }
 __device__ __forceinline__ void lower(u32* p, u32 v) { atomicMin(p, v); }
 __device__ __forceinline__ u32 up_to(float v) { return __float2uint_rz(v); }   // beyond the integers: the largest
 #endif
 
 __device__ __forceinline__ float value_of(u32 order) { return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order); }
 __device__ __forceinline__ u32 order_of(float v) { return float_order(fmaxf(v, minus_infinity())); }     // NaN: as -inf
-
 
 // Ask L2 for this thread's tokens of a segment, so that they come faster when it is their turn.
 template <bool FLOAT32>
@@ -38,6 +35,11 @@ __device__ __forceinline__ void ask_ahead(const void* logits, long long row, int
 #endif
 }
 
+// Of a warp's keys the highest: two maxima of integers instead of ten exchanges.
+__device__ __forceinline__ u64 warp_max_key(u64 key) {
+  const u32 high = warp_max_u32((u32)(key >> 32));
+  return (u64)high << 32 | warp_max_u32((u32)(key >> 32) == high ? (u32)key : 0);
+}
 __device__ __forceinline__ float highest_of(const float (&v)[PER]) {
   float most = v[0];
 #pragma unroll
