@@ -24,7 +24,9 @@ _THREADS = {"pick": 512, "merge": 512, "rank_children": 256, "grow": 128, "flatt
 _GROW_TABLE_THREADS = 512
 _MANY_BLOCKS = 1056
 """Four times what a large GPU runs at once."""
-_GROW_SHARED = (19_456, 83_968)
+_GROW_HELD = 16
+"""Children of a node that growth with a table has at hand; more of them take another form (SPECIAL in grow.cu)."""
+_GROW_SHARED = (22_528, 86_016)
 """Bytes of a row's growth without and with a previous-token table; grow.cu asserts them."""
 
 
@@ -139,7 +141,7 @@ def variants() -> list[Variant]:
     forms = [("pick", 0, 2), ("pick", 1, 2), ("merge", 0, 2), ("rank_children", 0, 4), ("flatten", 0, 8)]
     forms += [("grow", 0, 8), ("grow", 1, 2)]
     found = [Variant(_source(entry, flag), _threads(entry, flag), _shared(entry, flag), blocks) for entry, flag, blocks in forms]
-    return found + [Variant(_source("grow", flag, 1), _threads("grow", flag), _shared("grow", flag), 2) for flag in (0, 1)]
+    return found + [Variant(_source("grow", flag, 1), _threads("grow", flag), _shared("grow", flag), 2 - flag) for flag in (0, 1)]
 
 
 @functools.cache
@@ -247,7 +249,8 @@ def grow(
         )  # fmt: skip
     shape = (0, 0) if extra is None else extra.shape[1:]
     flag, width = int(table is not None), most if table is None else min(most, options.candidates)
-    _kernel("grow", flag, device, int(options.spine or extra is not None))(
+    special = options.spine or extra is not None or (table is not None and width > _GROW_HELD)
+    _kernel("grow", flag, device, int(special))(
         r, _threads("grow", flag),
         (found.ids, found.z, found.places, found.norm, roots, lengths, budgets, live, *ranked, _NULL if extra is None else extra,
          arg(shape[0]), arg(shape[1]), arg(d), arg(width), arg(options.spine), given.caps, arg(len(given.caps)),
