@@ -84,6 +84,28 @@ def test_warp_groups_give_the_same_bits_and_read_no_rows_beyond_the_count(
 
 
 @emulated
+@pytest.mark.parametrize(
+    ("name", "early"),
+    [(name, False) for name in ("eight in a cluster of four", "heads of two segments", "tail", "odd tiles", "swiglu", "tiny")]
+    + [("eight in a cluster of four", True), ("swiglu, a tail", True)],
+)
+def test_forms_for_many_rows_give_the_same_bits_and_read_no_rows_beyond_the_count(
+    name: str, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if early:
+        monkeypatch.setenv("EMULATED_EARLY", "1")
+    shape = SHAPES[name]
+    x, weight, _ = _make(shape, 41)
+    want = op.linear(x, weight)
+    x[39:] = float("nan")
+    for tiles, groups, together in ((3, 1, 1), (5, 2, 2)) if not early else ((3, 2, 3),):
+        form = plan._many_form(shape, tiles, groups, together)
+        out = torch.full_like(want, 7)
+        op.linear(x, weight, out, rows=torch.tensor([39], dtype=torch.int32), form=form)
+        assert torch.equal(out[:39], want[:39]) and bool((out[39:] == 7).all()), form
+
+
+@emulated
 @pytest.mark.slow
 def test_forms_for_small_shared_memory_and_every_width_give_the_same_bits() -> None:
     shape = Shape(480, 1536)

@@ -45,16 +45,20 @@ inline float cluster_load(u32 a) {
   memcpy(&v, CLUSTER > 1 ? left_behind[a >> 24] + (a & 0xffffff) : emulated::place(a, 4), 4);
   return v;
 }
-inline float2 cluster_load2(u32 a) { return {cluster_load(a), cluster_load(a + 4)}; }
-inline float4 cluster_load4(u32 a) {
-  emulated::place(a & 0xffffff, 16);
-  return {cluster_load(a), cluster_load(a + 4), cluster_load(a + 8), cluster_load(a + 12)};
+inline void cluster_load(float (&v)[2], u32 a) {
+  emulated::place(a & 0xffffff, 8);
+  for (int i = 0; i < 2; i++) v[i] = cluster_load(a + 4 * i);
 }
-inline void block_or_cluster_sync() {
+inline void cluster_load(float (&v)[4], u32 a) {
+  emulated::place(a & 0xffffff, 16);
+  for (int i = 0; i < 4; i++) v[i] = cluster_load(a + 4 * i);
+}
+inline void show_partials() {
   __syncthreads();
   if (CLUSTER > 1 && threadIdx.x == 0) memcpy(left_behind[blockIdx.x], emulated::shared, emulated::SHARED);
   __syncthreads();
 }
+inline void leave_together() {}
 #else
 __device__ __forceinline__ void shared_store(u32 a, float v) { asm volatile("st.shared.f32 [%0],%1;" ::"r"(a), "f"(v) : "memory"); }
 __device__ __forceinline__ u32 address_in(u32 a, u32 rank) {       // the same place in another block of the cluster
@@ -62,24 +66,24 @@ __device__ __forceinline__ u32 address_in(u32 a, u32 rank) {       // the same p
   asm volatile("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(rank));
   return d;
 }
-__device__ __forceinline__ float2 cluster_load2(u32 a) {
-  float2 v;
-  asm volatile("ld.shared::cluster.v2.f32 {%0,%1},[%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory");
-  return v;
+__device__ __forceinline__ void cluster_load(float (&v)[2], u32 a) {
+  asm volatile("ld.shared::cluster.v2.f32 {%0,%1},[%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(a) : "memory");
 }
-__device__ __forceinline__ float4 cluster_load4(u32 a) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a) : "memory");
-  return v;
+__device__ __forceinline__ void cluster_load(float (&v)[4], u32 a) {
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(a) : "memory");
 }
-__device__ __forceinline__ float cluster_load(u32 a) {
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0,[%1];" : "=f"(v) : "r"(a) : "memory");
-  return v;
+// This block's partials are there for the cluster, and theirs for it. One warp's release stands for what all wrote before the
+// barrier of the block: each is a fence of the whole GPU.
+__device__ __forceinline__ void show_partials() {
+  __syncthreads();
+  if (CLUSTER == 1) return;
+  if (threadIdx.x < 32) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  else asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
-__device__ __forceinline__ void block_or_cluster_sync() {
-  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-  else __syncthreads();
+// Nobody leaves while its shared memory is read. Relaxed: it must not wait until results have reached L2.
+__device__ __forceinline__ void leave_together() {
+  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 #endif
 __device__ __forceinline__ float silu(float g) { return g / (1.f + __expf(-g)); }
@@ -104,8 +108,8 @@ __device__ __forceinline__ void store2(const Output& out, long long at, float a,
 
 // Fold the segments' partials and store.  Segment s: block s / SEG of the cluster, at part + (s % SEG) * PSTRIDE bytes,
 // [token][RSTRIDE] floats.  This block (`rank`) folds the items i = rank*THREADS + thread, step CLUSTER*THREADS; an item
-// is two outputs of one token (GLU: a gate and its up).  first: token of column 0; row0: first row of the block.
-template <int SEG, u32 PSTRIDE, u32 RSTRIDE, int ROWS, int THREADS>
+// is PER outputs of one token (GLU: PER gates and their ups).  first: token of column 0; row0: first row of the block.
+template <int SEG, u32 PSTRIDE, u32 RSTRIDE, int ROWS, int THREADS, int PER>
 __device__ __forceinline__ void fold(u32 part, int rank, int columns, int row0, int first, int n, int N, const Output& out) {
 #ifdef EMULATION
   if (CLUSTER > 1 && rank < CLUSTER - 1) return;
@@ -114,63 +118,44 @@ __device__ __forceinline__ void fold(u32 part, int rank, int columns, int row0, 
 #else
   constexpr int BY = CLUSTER * THREADS;
 #endif
-  constexpr int HALF = ROWS / 2, S = CLUSTER * SEG;
-  const int count = min(columns, n - first) * HALF;
-  for (int i = rank * THREADS + threadIdx.x; i < count; i += BY) {
-    const int t = i / HALF, j = i % HALF, r = GLU ? (j >> 3) * 16 + (j & 7) : 2 * j;
-    const u32 a = part + (t * RSTRIDE + r) * 4;
-    float2 p[S];                                 // all loads first: one latency of the cluster's shared memory
+  constexpr int S = CLUSTER * SEG, SIDES = GLU ? 2 : 1, ITEMS = ROWS / PER / SIDES;
+  constexpr int AT_ONCE = S * SIDES >= 8 ? 1 : S * SIDES == 1 ? 4 : 8 / (S * SIDES);       // items: all their loads are one latency
+  const int count = min(columns, n - first) * ITEMS;
+  for (int i = rank * THREADS + threadIdx.x; i < count; i += AT_ONCE * BY) {
+    float p[AT_ONCE][S][SIDES][PER];
 #pragma unroll
-    for (int s = 0; s < S; s++) {
-      const u32 m = (CLUSTER > 1 ? address_in(a, s / SEG) : a) + s % SEG * PSTRIDE;
-      if (GLU) p[s] = make_float2(cluster_load(m), cluster_load(m + 32)); else p[s] = cluster_load2(m);
+    for (int k = 0; k < AT_ONCE; k++) {
+      const int at = i + k * BY, t = at / ITEMS, e = at % ITEMS * PER, r = GLU ? (e >> 3) * 16 + (e & 7) : e;
+      if (k > 0 && at >= count) break;
+#pragma unroll
+      for (int s = 0; s < S; s++) {
+        const u32 a = part + (t * RSTRIDE + r) * 4;
+        const u32 m = (CLUSTER > 1 ? address_in(a, s / SEG) : a) + s % SEG * PSTRIDE;
+#pragma unroll
+        for (int side = 0; side < SIDES; side++) cluster_load(p[k][s][side], m + side * 32);
+      }
     }
-    float2 v = p[0];
 #pragma unroll
-    for (int s = 1; s < S; s++) { v.x = add_rn(v.x, p[s].x); v.y = add_rn(v.y, p[s].y); }
-    if (row0 + r >= N) continue;
-    if (GLU) ((bf16*)out.y)[(first + t) * out.stride + row0 / 2 + j] = __float2bfloat16(silu(v.x) * v.y);
-    else store2(out, (first + t) * out.stride + row0 + r, v.x, v.y);
-  }
-}
-
-// As fold with SEG = 1, for many tokens: an item is four outputs of one token (GLU: four gates and their ups), so that half as
-// many loads of the cluster's shared memory bring them.
-template <u32 RSTRIDE, int ROWS, int THREADS>
-__device__ __forceinline__ void fold_quads(u32 part, int rank, int columns, int row0, int first, int n, int N, const Output& out) {
-#ifdef EMULATION
-  if (CLUSTER > 1 && rank < CLUSTER - 1) return;
-  if (CLUSTER > 1) rank = 0;
-  constexpr int BY = THREADS;
-#else
-  constexpr int BY = CLUSTER * THREADS;
-#endif
-  constexpr int QUADS = ROWS / (GLU ? 8 : 4);
-  const int count = min(columns, n - first) * QUADS;
-  for (int i = rank * THREADS + threadIdx.x; i < count; i += BY) {
-    const int t = i / QUADS, j = i % QUADS, r = GLU ? (j >> 1) * 16 + (j & 1) * 4 : 4 * j;
-    const u32 a = part + (t * RSTRIDE + r) * 4;
-    float4 p[CLUSTER], u[CLUSTER];
+    for (int k = 0; k < AT_ONCE; k++) {
+      const int at = i + k * BY, t = at / ITEMS, e = at % ITEMS * PER, r = GLU ? (e >> 3) * 16 + (e & 7) : e;
+      if (k > 0 && at >= count) break;
+      float v[SIDES][PER];
 #pragma unroll
-    for (int s = 0; s < CLUSTER; s++) {
-      const u32 m = CLUSTER > 1 ? address_in(a, s) : a;
-      p[s] = cluster_load4(m);
-      if (GLU) u[s] = cluster_load4(m + 32);
-    }
-    float4 v = p[0], w = u[0];
+      for (int side = 0; side < SIDES; side++)
 #pragma unroll
-    for (int s = 1; s < CLUSTER; s++) {
-      v.x = add_rn(v.x, p[s].x); v.y = add_rn(v.y, p[s].y); v.z = add_rn(v.z, p[s].z); v.w = add_rn(v.w, p[s].w);
-      if (GLU) { w.x = add_rn(w.x, u[s].x); w.y = add_rn(w.y, u[s].y); w.z = add_rn(w.z, u[s].z); w.w = add_rn(w.w, u[s].w); }
-    }
-    if (row0 + r >= N) continue;
-    const long long at = (first + t) * out.stride + (GLU ? row0 / 2 + 4 * j : row0 + r);
-    if (GLU) {
-      v = make_float4(silu(v.x) * w.x, silu(v.y) * w.y, silu(v.z) * w.z, silu(v.w) * w.w);
-      for (int e = 0; e < 2; e++) *reinterpret_cast<u32*>((bf16*)out.y + at + 2 * e) = e ? pack_bf16(v.z, v.w) : pack_bf16(v.x, v.y);
-    } else {
-      store2(out, at, v.x, v.y);
-      store2(out, at + 2, v.z, v.w);
+        for (int j = 0; j < PER; j++) {
+          v[side][j] = p[k][0][side][j];
+#pragma unroll
+          for (int s = 1; s < S; s++) v[side][j] = add_rn(v[side][j], p[k][s][side][j]);
+        }
+      if (row0 + r >= N) continue;
+      const long long to = (first + t) * out.stride + (GLU ? row0 / 2 + e : row0 + r);
+#pragma unroll
+      for (int j = 0; j < PER; j += 2) {
+        if (GLU) *reinterpret_cast<u32*>((bf16*)out.y + to + j) =
+            pack_bf16(silu(v[0][j]) * v[SIDES - 1][j], silu(v[0][j + 1]) * v[SIDES - 1][j + 1]);
+        else store2(out, to + j, v[0][j], v[0][j + 1]);
+      }
     }
   }
 }

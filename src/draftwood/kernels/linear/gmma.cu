@@ -19,7 +19,7 @@
 #endif
 
 constexpr int WARPS = (BLOCK + 3) / 4 * 4;             // whole groups of four; those beyond BLOCK multiply zeros
-constexpr int STEP = 2048, XSLOT = TILES * 1024, AHEAD = DEPTH - 2 + XSTEPS, XSLOTS = AHEAD + XSTEPS;
+constexpr int STEP = 2048, XSLOT = TILES * 1024, AHEAD = DEPTH - 2 + XSTEPS, XSLOTS = AHEAD + XSTEPS + 1;
 
 // One K64 step of a warp: its A fragments.
 struct Weights { u32 a[4][4]; };
@@ -36,7 +36,8 @@ __device__ __forceinline__ void fetch(Weights& w, u32 from) {
 // A token's 128 bytes of a step: chunk c = 4b + w holds, for q = 0..3, word w of x[32b + 8q .. +7]: what the four lanes of a B
 // fragment read, in the order of k that the weights have. Copies of 4 bytes a lane put it there; a warp copies a token at once.
 // Copy group g holds the weights of step g and x of step g+XSTEPS-1 (group 0 also the first x); at step s, groups 0..s are
-// complete, and a barrier every XSTEPS steps makes everybody's x visible and says that all products before it are done.
+// complete, and a barrier every XSTEPS steps makes everybody's x visible and says that all products but those of the step before
+// it are done: the tensor cores always have a step to work on.
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(32 * WARPS)
 linear_gmma(const unsigned char* W, const bf16* X, void* Y, const bf16* residual, const int* rows, int n, int N, int K,
             int groups, long long x_stride, long long x_head, long long y_stride, long long y_head, int wide) {
@@ -92,10 +93,10 @@ linear_gmma(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
     for (int i = 0; i < 4; i++) acc[t][i] = 0.f;
   u32 wo = 0, wl = (DEPTH - 1) * STEP, xo = 0, xl = AHEAD * XSLOT;
   int since = 0;
-  auto turn = [&](Weights& v, int step) {        // v is not what the products under way read
+  auto turn = [&](Weights& v, int step) {        // the products under way read the other weights
     copy_wait<DEPTH - 2>();
+    warpgroup_wait<1>();
     if (on) fetch(v, wring + wo);                // a lane reads only what it copied
-    warpgroup_wait<0>();
     if (since == 0) { publish(); __syncthreads(); }
     since = since == XSTEPS - 1 ? 0 : since + 1;
     warpgroup_begin();
@@ -122,9 +123,9 @@ linear_gmma(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
     for (int t = 0; t < TILES; t++)
 #pragma unroll
       for (int i = 0; i < 4; i++) shared_store(p + ((t * 8 + 2 * q + (i & 1)) * RS + (i >> 1) * 8) * 4, acc[t][i]);
-  block_or_cluster_sync();
+  show_partials();
   const long long y0 = head * y_head;
   const Output out = {wide ? (void*)((float*)Y + y0) : (void*)((bf16*)Y + y0), residual ? residual + y0 : nullptr, y_stride, wide != 0};
-  fold_quads<RS, BLOCK * 16, 32 * WARPS>(base, s, TILES * 8, group * (BLOCK * 16), first, n, N, out);
-  if (CLUSTER > 1) block_or_cluster_sync();      // nobody leaves while its shared memory is read
+  fold<1, 0, RS, BLOCK * 16, 32 * WARPS, 4>(base, s, TILES * 8, group * (BLOCK * 16), first, n, N, out);
+  leave_together();
 }

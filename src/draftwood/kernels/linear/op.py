@@ -16,7 +16,7 @@ from draftwood.kernels.linear import plan, ref
 from draftwood.kernels.linear.plan import Form, Shape
 
 _FOLDER = Path(__file__).parent
-_FILES = {"linear_stream": "stream.cu", "linear_wide": "wide.cu", "linear_gmma": "gmma.cu"}
+_FILES = {"linear_stream": "stream.cu", "linear_wide": "wide.cu", "linear_gmma": "gmma.cu", "linear_many": "many.cu"}
 _NULL = np.uint64(0)
 
 

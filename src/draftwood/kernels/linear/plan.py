@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass
 
 from draftwood.kernels.linear.tuned import TUNED
@@ -90,8 +91,11 @@ class Form:
     cluster: int
 
     def grid(self, shape: Shape, n: int) -> tuple[int, int, int]:
-        """Blocks: (cluster along K, groups of tokens, heads x groups of rows)."""
-        return self.cluster, -(-n // self.tokens), shape.heads * self.groups(shape)
+        """Blocks: (cluster along K, groups of tokens, heads x groups of rows); clusters of linear_many lie along the tokens."""
+        groups = -(-n // self.tokens)
+        if self.entry == "linear_many":
+            return -(-groups // self.cluster) * self.cluster, 1, shape.heads * self.groups(shape)
+        return self.cluster, groups, shape.heads * self.groups(shape)
 
     def groups(self, shape: Shape) -> int:
         """Groups of weight rows per head."""
@@ -213,7 +217,7 @@ def _wide_form(shape: Shape, tiles: int, block: int, depth: int, x_steps: int) -
 
 
 def _gmma_shared(block: int, tiles: int, depth: int, x_steps: int) -> int:
-    ring = (depth - 2 + 2 * x_steps) * tiles * 1024 + block * depth * 2048
+    ring = (depth - 1 + 2 * x_steps) * tiles * 1024 + block * depth * 2048
     return max(ring, tiles * 8 * (block * 16 + 4) * 4)
 
 
@@ -256,6 +260,48 @@ def gmma_forms(shape: Shape, tiles: int, passes: int = 1) -> tuple[Form, ...]:
     for best in sorted(fits, key=cost):
         found.setdefault((best.together(H200), best.x_steps), _gmma_form(shape, tiles, best.tiles, best.depth, best.x_steps))
     return tuple(found.values())[:GMMA_FORMS]
+
+
+MANY_TILES = (3, 4, 5, 6, 8, 9, 12, 16)
+"""8-row tiles of x of a block of the kernel for many rows."""
+MANY_FORMS = 5
+"""Its forms that are worth measuring for a shape and a number of rows."""
+_L2 = 30
+"""Bytes a clock that L2 was seen to give each multiprocessor of an H200."""
+
+
+def _many_form(shape: Shape, tiles: int, groups: int, together: int) -> Form:
+    """A form of the kernel for many rows: as deep a ring of weights as shared memory holds, up to 8 steps."""
+    x_depth, sums = 2, tiles * 8 * (groups * 64 + 4) * 4
+    x = (x_depth + 2) * tiles * 1024
+    depth = min(8, (H200.block - x) // (groups * 8192 + 16))
+    macros = _macros(shape, SEGMENTS=segments(shape), TILES=tiles, GROUPS=groups, TOGETHER=together, DEPTH=depth, XDEPTH=x_depth)
+    return Form("linear_many", macros, 128 * groups, max(x + depth * (groups * 8192 + 16), sums), 64 * groups, 8 * tiles, together)
+
+
+def _many_clocks(shape: Shape, n: int, form: Form) -> float:
+    """Clocks of an H200 for n rows of x by the busiest of tensor cores, L2, shared memory and the memory."""
+    tiles, groups = form.tokens // 8, form.rows // 64
+    w, x = groups * 8192, tiles * 1024
+    step = max(16 * tiles * groups, (w / form.cluster + x) / _L2, (2 * w + (1 + groups) * x) / 128, 250) + 50
+    blocks, slots = math.prod(form.grid(shape, n)), H200.slots(1, form.cluster)
+    whole = max(-(-blocks // slots) * shape.steps * step, shape.nbytes / 2450)
+    return whole + 3000 + form.rows * form.tokens / 8
+
+
+@functools.cache
+def many_forms(shape: Shape, n: int) -> tuple[Form, ...]:
+    """Return forms of the kernel for many rows for n rows of x on an H200, the cheapest first."""
+    fits = []
+    for tiles, groups in itertools.product(MANY_TILES, (1, 2, 3, 4)):
+        passes = -(-n // (8 * tiles))
+        registers = tiles * 4 * (1 + (segments(shape) > 1)) + 70
+        if registers > (255, 255, 168, 134)[groups - 1] or (shape.heads > 1 and 64 * groups > shape.outputs + 63):
+            continue
+        for together in (1, 2, 3, 4):
+            if together <= passes and -(-passes // together) * together <= passes * 1.2:
+                fits.append(_many_form(shape, tiles, groups, together))
+    return tuple(sorted(fits, key=lambda form: round(_many_clocks(shape, n, form), -2)))
 
 
 def _tail(shape: Shape) -> int:
@@ -305,9 +351,10 @@ def _passes(n: int) -> tuple[int, int]:
 
 def candidates(shape: Shape, n: int) -> tuple[Form, ...]:
     """Return what a sweep of an H200 measures for `n` rows of x, the form in use first: that one, the cheapest by counting and
-    those of the warp-group kernel."""
+    those of the warp-group kernels."""
     tiles, passes = _passes(n)
-    return tuple(dict.fromkeys((*forms_for(shape, n)[:2], *gmma_forms(shape, tiles, passes))))
+    many = many_forms(shape, n)[:MANY_FORMS] if n > 40 else ()
+    return tuple(dict.fromkeys((*forms_for(shape, n)[:1], *gmma_forms(shape, tiles, passes)[:1], *many)))
 
 
 def form_for(shape: Shape, n: int, machine: Machine = H200) -> Form:

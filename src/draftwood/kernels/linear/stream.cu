@@ -74,9 +74,9 @@ linear_stream(const unsigned char* W, const bf16* X, void* Y, const bf16* residu
   const u32 p = ring0 + kw * PS + (nw * 16 + g) * 4;
 #pragma unroll
   for (int i = 0; i < 4; i++) shared_store(p + ((2 * q + (i & 1)) * RS + (i >> 1) * 8) * 4, acc[i]);
-  block_or_cluster_sync();
+  show_partials();
   const long long y0 = head * y_head;
   const Output out = {wide ? (void*)((float*)Y + y0) : (void*)((bf16*)Y + y0), residual ? residual + y0 : nullptr, y_stride, wide != 0};
-  fold<KWARPS, PS, RS, NWARPS * 16, 32 * NWARPS * KWARPS>(ring0, blockIdx.x, 8, group * NWARPS * 16, first, live, N, out);
-  if (CLUSTER > 1) block_or_cluster_sync();      // nobody leaves while its shared memory is read
+  fold<KWARPS, PS, RS, NWARPS * 16, 32 * NWARPS * KWARPS, 2>(ring0, blockIdx.x, 8, group * NWARPS * 16, first, live, N, out);
+  leave_together();
 }

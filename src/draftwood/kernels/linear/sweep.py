@@ -28,7 +28,7 @@ from draftwood.kernels.linear.plan import Form, Shape
 from draftwood.kernels.sweep import Sweep, supervise
 
 NAME = "linear_sweep"
-ROWS = (65, 128, 33, 9, 17, 1, 512)
+ROWS = (65, 128, 512, 288, 33, 9, 17, 1)
 GAIN = 0.02
 """How much faster than the cheapest form by the plan's counting one must be to get a line in tuned.py."""
 tell = functools.partial(print, flush=True)

@@ -146,15 +146,15 @@ def test_every_form_sums_the_segments_of_its_shape() -> None:
     for shape in _served():
         s = plan.segments(shape)
         assert shape.steps >= s
-        for machine, n in itertools.product((plan.H200, plan.B300, plan.PRO_6000), (1, 8, 9, 33, 65, 128, 300)):
+        for machine, n in itertools.product((plan.H200, plan.B300, plan.PRO_6000), (1, 8, 9, 33, 65, 128, 300, 1024)):
             for form in plan.forms_for(shape, n, machine) + (plan.candidates(shape, n) if machine == plan.H200 else ()):
                 macros = dict(form.macros)
-                assert macros["CLUSTER"] * macros.get("KWARPS", 1) == s
+                assert (macros["SEGMENTS"] if form.entry == "linear_many" else macros["CLUSTER"] * macros.get("KWARPS", 1)) == s
                 assert form.shared <= machine.block
                 grid = form.grid(shape, n)
                 assert grid[1] < 65536 and grid[2] < 65536
                 assert form.groups(shape) * form.rows >= shape.outputs
-                assert grid[1] * form.tokens >= n
+                assert grid[0 if form.entry == "linear_many" else 1] * form.tokens >= n
 
 
 def test_wide_blocks_load_the_multiprocessors_of_an_h200_evenly() -> None:

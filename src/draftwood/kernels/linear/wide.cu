@@ -121,9 +121,9 @@ linear_wide(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
     for (int t = 0; t < TILES; t++)
 #pragma unroll
       for (int i = 0; i < 4; i++) shared_store(p + ((t * 8 + 2 * q + (i & 1)) * RS + m * 16 + (i >> 1) * 8) * 4, acc[m][t][i]);
-  block_or_cluster_sync();
+  show_partials();
   const long long y0 = head * y_head;
   const Output out = {wide ? (void*)((float*)Y + y0) : (void*)((bf16*)Y + y0), residual ? residual + y0 : nullptr, y_stride, wide != 0};
-  fold<1, 0, RS, BLOCK * 16, 32 * WARPS>(base, s, TILES * 8, group * (BLOCK * 16), first, n, N, out);
-  if (CLUSTER > 1) block_or_cluster_sync();      // nobody leaves while its shared memory is read
+  fold<1, 0, RS, BLOCK * 16, 32 * WARPS, 2>(base, s, TILES * 8, group * (BLOCK * 16), first, n, N, out);
+  leave_together();
 }

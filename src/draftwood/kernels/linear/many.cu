@@ -1,0 +1,158 @@
+// Linear for many tokens by the warp-group products of sm_90: a block has 64 * GROUPS rows of weights and 8 * TILES tokens, and all of K:
+// its segments follow each other and are added up in registers, so nothing is folded between blocks. TOGETHER blocks of a cluster
+// have the same weights and neighbouring tokens: each asks L2 for its part of a step's weights, and all of them get it. See
+// fold.cuh for the law and the layouts, ../warpgroup.cuh for x's place in shared memory, gmma.cu for how it comes there.
+#include "fold.cuh"
+#include "../warpgroup.cuh"
+#include "pipe.cuh"
+
+#ifndef TILES
+#define TILES 16         // 8-token tiles
+#endif
+#ifndef GROUPS
+#define GROUPS 2         // groups of four warps, 64 rows of weights each
+#endif
+#ifndef SEGMENTS
+#define SEGMENTS 4       // S
+#endif
+#ifndef TOGETHER
+#define TOGETHER 2       // blocks of a cluster, along the tokens
+#endif
+#ifndef DEPTH
+#define DEPTH 6          // K64 steps of weights in the ring, of which DEPTH - 2 are on their way
+#endif
+#ifndef XDEPTH
+#define XDEPTH 2         // K64 steps of x on their way
+#endif
+#if TOGETHER > 1 && !defined(EMULATION)
+#define TOGETHER_SHAPE __cluster_dims__(TOGETHER, 1, 1)
+#else
+#define TOGETHER_SHAPE
+#endif
+
+constexpr int WARPS = 4 * GROUPS, BLOCK = WARPS, WSLOT = BLOCK * 2048, XSLOT = TILES * 1024, XSLOTS = XDEPTH + 2;
+constexpr u32 RS = BLOCK * 16 + 4, BARRIERS = XSLOTS * XSLOT + DEPTH * WSLOT;
+
+struct Weights { u32 a[4][4]; };                                       // of a warp: a K64 step of 16 rows
+__device__ __forceinline__ void fetch(Weights& w, u32 from) {
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const uint4 v = shared_load16(from + k * 512);
+    w.a[k][0] = v.x; w.a[k][1] = v.y; w.a[k][2] = v.z; w.a[k][3] = v.w;
+  }
+}
+
+// Grid: (groups of tokens, a multiple of TOGETHER; 1; heads * groups), groups = ceil(N / 16 / BLOCK). Arguments as linear_wide's.
+// Shared memory: max(BARRIERS + 16 DEPTH, TILES*8*RS*4) bytes.
+// Weights of step s: slot s % DEPTH, `full` when they are there, `empty` when every block of the cluster has read them: said at
+// the barrier of step s + 1, looked at a step later. Only what somebody waits for is said, so a block may leave when it has all
+// it waits for. A block whose tokens are not there copies its part of the weights all the same. x of step s: slot s % XSLOTS; at the barrier of step s it is there, and the
+// products of step s - 2 are done, whose slot is the next to fill.
+extern "C" __global__ void TOGETHER_SHAPE __launch_bounds__(32 * WARPS)
+linear_many(const unsigned char* W, const bf16* X, void* Y, const bf16* residual, const int* rows, int n, int N, int K,
+            int groups, long long x_stride, long long x_head, long long y_stride, long long y_head, int wide) {
+  DYNAMIC_SHARED(unsigned char, smem);
+  const u32 base = shared_address(smem), wring = base + XSLOTS * XSLOT, full = base + BARRIERS, empty = full + 8 * DEPTH;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  const int T = (K + 63) >> 6, head = blockIdx.z / groups, group = blockIdx.z % groups, tiles = N >> 4;
+  const int first = blockIdx.x * (TILES * 8), have = min(BLOCK, tiles - group * BLOCK), rank = blockIdx.x % TOGETHER;
+  if (threadIdx.x == 0)
+    for (int i = 0; i < DEPTH; i++) { mbarrier_begin(full + 8 * i, 1); mbarrier_begin(empty + 8 * i, SHARERS); }
+  barriers_begun();
+  // Weights: the first lane of a warp copies the warp's row tile to the whole cluster, if that is this block's part.
+  const bool on = warp < have, copies = on && lane == 0 && (SHARERS == 1 || warp % SHARERS == rank);
+  const unsigned char* w = W + ((long long)head * tiles + group * BLOCK + (on ? warp : 0)) * T * 2048;
+  const u32 wput = wring + warp * 2048;
+  auto load_w = [&](int step) {
+    const int slot = step % DEPTH;
+    if (threadIdx.x == 0) mbarrier_expect(full + 8 * slot, have * 2048);
+    if (copies) {
+      if (step >= DEPTH) mbarrier_wait(empty + 8 * slot, step / DEPTH - 1 & 1);
+      bulk_to_all(wput + slot * WSLOT, w + (long long)step * 2048, 2048, full + 8 * slot);
+    }
+  };
+  for (int i = 0; i < DEPTH && i < T; i++) load_w(i);
+  pdl_wait();                                    // weights do not depend on the kernel before; x and rows do
+  pdl_go();
+  if (rows) n = min(n, load_int(rows));
+  if (first - rank * (TILES * 8) >= n) {         // the whole cluster
+    for (int i = 0; i < DEPTH && i < T; i++) mbarrier_wait(full + 8 * i, 0);
+    return;
+  }
+  constexpr int PASSES = (TILES * 8 + WARPS - 1) / WARPS;
+  const bf16* x = X + head * x_head + (long long)(first + warp) * x_stride + lane * 2;
+  const long long pass = WARPS * x_stride;
+  const int live = min(n - first, TILES * 8) - warp, chunk = lane >> 4 << 2 | (lane & 3);
+  const u32 xput = base + warp * 128 + (lane >> 2 & 3) * 4;
+  auto load_x = [&](int step, u32 o) {           // step = 0, 1, 2, ...: the pointer runs
+    if (step < T) {
+      const bool inside = !TAIL || step * 64 + lane * 2 < K;
+      const bf16* from = x;
+#pragma unroll
+      for (int p = 0; p < PASSES; p++) {
+        const u32 to = xput + o + p * (WARPS * 128) + ((chunk ^ (warp + p * WARPS & 7)) << 4);
+        if (TAIL) { if (p * WARPS < live) copy4_or_zero(inside, to, inside ? from : X); }
+        else copy4_if(p * WARPS < live, to, from);
+        from += pass;
+      }
+    }
+    x += 64;
+    copy_commit();
+  };
+#pragma unroll
+  for (int i = 0; i < XDEPTH; i++) load_x(i, i * XSLOT);
+  float acc[TILES][4], total[TILES][4];
+#pragma unroll
+  for (int t = 0; t < TILES; t++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) acc[t][i] = 0.f;
+  u32 xo = 0, xl = XDEPTH * XSLOT, slot = 0, round = 0;
+  auto turn = [&](Weights& v, int step) {        // the products under way read the other weights
+    copy_wait<XDEPTH - 1>();
+    mbarrier_wait(full + 8 * slot, round & 1);
+    warpgroup_wait<1>();
+    if (on) fetch(v, wput + slot * WSLOT + lane * 16);          // else it multiplies zeros
+    publish(); __syncthreads();
+    warpgroup_begin();
+#pragma unroll
+    for (int k = 0; k < 4; k++) warpgroup_mma<TILES>(acc, v.a[k], base + xo + k * 32);
+    warpgroup_commit();
+    if (warp == 0 && step > 0 && step - 1 + DEPTH < T) mbarrier_arrive_all(empty + 8 * ((step - 1) % DEPTH));
+    if (step > 1 && step - 2 + DEPTH < T) load_w(step - 2 + DEPTH);
+    load_x(step + XDEPTH, xl);
+    xo = xo == (XSLOTS - 1) * XSLOT ? 0 : xo + XSLOT; xl = xl == (XSLOTS - 1) * XSLOT ? 0 : xl + XSLOT;
+    if (++slot == DEPTH) { slot = 0; round++; }
+  };
+  Weights even = {}, odd = {};
+  int step = 0;
+#pragma unroll 1
+  for (int s = 0; s < SEGMENTS; s++) {
+    const int end = T * (s + 1) / SEGMENTS;
+#pragma unroll 1
+    while (step < end) {
+      turn(even, step++);
+      if (step < end) turn(odd, step++);
+    }
+    warpgroup_wait<0>();
+    if (SEGMENTS > 1)
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          total[t][i] = s == 0 ? acc[t][i] : add_rn(total[t][i], acc[t][i]);
+          acc[t][i] = 0.f;
+        }
+  }
+  copy_wait<0>();
+  __syncthreads();                               // the rings become the sums [token][BLOCK*16 + 4]
+  const u32 p = base + (warp * 16 + g) * 4;
+#pragma unroll
+  for (int t = 0; t < TILES; t++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      shared_store(p + ((t * 8 + 2 * q + (i & 1)) * RS + (i >> 1) * 8) * 4, SEGMENTS > 1 ? total[t][i] : acc[t][i]);
+  __syncthreads();
+  const long long y0 = head * y_head;
+  const Output out = {wide ? (void*)((float*)Y + y0) : (void*)((bf16*)Y + y0), residual ? residual + y0 : nullptr, y_stride, wide != 0};
+  fold<1, 0, RS, BLOCK * 16, 32 * WARPS, 4>(base, 0, TILES * 8, group * (BLOCK * 16), first, n, N, out);
+}
