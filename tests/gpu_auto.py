@@ -28,9 +28,9 @@ from draftwood.engine.request import SamplingParams
 from draftwood.llm import LLM
 
 BUDGETS = (0, 4, 8, 16, 32, 64)
-SETTLE, STEPS = 4, 20
-AUTO_SETTLE, AUTO_STEPS = 64, 80
-SECONDS, LEAST = 6.0, 8
+SETTLE, STEPS = 3, 12
+AUTO_SETTLE, AUTO_STEPS = 48, 48
+SECONDS, LEAST = 3.0, 6
 """About how long the steps of one budget may take, and how many are timed however long they take."""
 LOST = 0.6
 TOKENS = 192

@@ -47,7 +47,7 @@ PARTS: dict[str, tuple[float, tuple[str, ...]]] = {
     "nano-auto": (200, (*NANO, "--budgets", "0,8,auto")),
     "auto-nano": (150, (*AUTO, "nano")),
     "auto-k26": (300, (*AUTO, "k2.6", "--accept", "4.2")),
-    "auto-k26-others": (560, (*AUTO, "k2.6", "--accept", "1.6,2.8,6")),
+    "auto-k26-others": (560, (*AUTO, "k2.6", "--accept", "1.6,2.8,6", "--rows", "1,16")),
     "check": (600, (*CHECK, "--prompts", "16", "--max-tokens", "128", "--batch", "1,4,16")),
 }
 """Seconds it may take, and arguments of Python."""

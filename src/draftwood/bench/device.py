@@ -31,12 +31,14 @@ if TYPE_CHECKING:
 
 REPLAYS, STEPS, AUTO_STEPS = 20, 24, 96
 """Most timed replays of a graph, and steps of the loop that are timed, with fixed and with automatic trees."""
-SECONDS, LEAST = 2.0, 4
+SECONDS, LEAST = 1.0, 4
 """About how long replays, and steps of the loop, may take, and how many of each are timed however long they take."""
 PRODUCT = (4096, 8192, 8192)
 """Rows, outputs and inputs of the product whose speed is the peak of operations."""
 FEW = 8
-"""Rows up to which those of the loop begin with whole contexts; more would decode for long while the last are read."""
+"""Rows up to which those of the loop begin with whole contexts; more begin with SHORT tokens, for their prompts would take longest
+and the first would decode for long while the last are read."""
+SHORT = 16
 SETTLE, AUTO_SETTLE = 3, 64
 """Decoding steps before anything is timed, with fixed and with automatic trees, which have to find out first what pays."""
 CHUNKS = 3
@@ -87,7 +89,7 @@ class DeviceBench:
         """Begin `rows` rows and decode a few steps."""
         engine, vocab = self.llm.engine, self.llm.engine.parts.vocab
         params = SamplingParams(max_tokens=self.llm.plan.max_model_len, ignore_eos=True, tree_budget=budget, seed=1)
-        size = self.context if rows <= FEW else min(self.context, 64)
+        size = self.context if rows <= FEW else min(self.context, SHORT)
         ids = [engine.add(torch.randint(0, vocab, (size,), generator=self.random).tolist(), params) for _ in range(rows)]
         while engine.scheduler.waiting or any(seq.prompting for seq in engine.scheduler.running.values()):
             engine.step()
