@@ -272,7 +272,7 @@ _L2 = 30
 
 def _many_form(shape: Shape, tiles: int, groups: int, together: int) -> Form:
     """A form of the kernel for many rows: as deep a ring of weights as shared memory holds, up to 8 steps."""
-    x_depth, sums = 2, tiles * 8 * (groups * 64 + 4) * 4
+    x_depth, sums = 4 if tiles <= 9 else 3 if groups < 4 else 2, tiles * 8 * (groups * 64 + 4) * 4
     x = (x_depth + 2) * tiles * 1024
     depth = min(8, (H200.block - x) // (groups * 8192 + 16))
     macros = _macros(shape, SEGMENTS=segments(shape), TILES=tiles, GROUPS=groups, TOGETHER=together, DEPTH=depth, XDEPTH=x_depth)
