@@ -122,32 +122,21 @@ class Refs:
         out[:live] = y
         return out
 
-    def latent_write(
-        self, x: Tensor, q_weight: Tensor, l_weight: Tensor, turns: Tensor, positions: Tensor, slots: Tensor, cache: Tensor,
-        eps: float, out: Tensor | None = None, rows: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        n, q = x.shape[0], q_weight.shape[0]
-        out = torch.empty(n, q, dtype=BF16) if out is None else out
-        norm_op._turns_fit(turns, 2 * turns.shape[1])
+    def turn_and_store(
+        self, queries: Tensor, latents: Tensor, l_weight: Tensor, turns: Tensor, positions: Tensor, slots: Tensor, cache: Tensor,
+        eps: float, rows: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        n = queries.shape[0]
+        norm_op._turns_fit(turns, queries.shape[2])
         norm_op._longs_fit(n, positions=positions, slots=slots)
+        norm_op._rows_fit("latents", latents, n, cache.shape[1])
         assert cache.is_contiguous() and cache.dtype == BF16
-        self.calls.add("latent_write")
+        self.calls.add("turn_and_store")
         live = _live(rows, n)
-        low, stored = norm_ref.latent(x[:live], q_weight, l_weight, turns, positions[:live], eps)
-        out[:live] = low
+        stored = norm_ref.latent(latents[:live], l_weight, turns, positions[:live], eps)
         at = slots[:live]
         cache[at[at >= 0]] = stored[at >= 0]
-        return out
-
-    def query_rope(
-        self, x: Tensor, turns: Tensor, positions: Tensor, out: Tensor | None = None, rows: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        out = x if out is None else out
-        norm_op._longs_fit(x.shape[0], positions=positions)
-        self.calls.add("query_rope")
-        live = _live(rows, x.shape[0])
-        out[:live] = norm_ref.turn_pairs(x[:live], norm_ref.at_positions(turns, positions[:live]).unsqueeze(1))
-        return out
+        queries[:live] = norm_ref.turn_pairs(queries[:live], norm_ref.at_positions(turns, positions[:live]).unsqueeze(1))
 
     def route(
         self, x: Tensor, router: route_op.Router, live: Tensor, out: route_op.Lists, tile: int, rows: int | None = None,
@@ -403,7 +392,7 @@ def replace(patch: pytest.MonkeyPatch) -> Calls:
     refs = Refs(calls)
     for module, names in (
         (linear_op, ("linear",)),
-        (norm_op, ("add_norm", "latent_write", "query_rope", "head_norm_rope", "ring_write")),
+        (norm_op, ("add_norm", "turn_and_store", "head_norm_rope", "ring_write")),
         (route_op, ("route",)),
         (moe_op, ("moe_int4",)),
         (draft_op, ("draft_attention",)),

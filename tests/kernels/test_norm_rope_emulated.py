@@ -83,13 +83,13 @@ def test_norm_adds_keeps_and_gathers(width: int) -> None:
 
 @emulated
 @pytest.mark.parametrize("widths", op.LATENTS)
-def test_latents_reach_their_slots_and_nothing_else(widths: tuple[int, int, int]) -> None:
-    q, l, p = widths
-    x, wq, wl, turns = _random(5, q + l + p), _random(q, seed=1), _random(l, seed=2), _turns(64, p)
+def test_latents_reach_their_slots_and_nothing_else(widths: tuple[int, int]) -> None:
+    l, p = widths
+    x, weight, turns, queries = _random(5, 24 + l + p)[:, 24:], _random(l, seed=2), _turns(64, p), _random(5, 2, p)
     at, slots = torch.tensor([0, 63, 5, 9, 1 << 40]), torch.tensor([7, 0, -1, 3, 5])
     cache = torch.full((9, l + p), 7, dtype=BF16)
-    want_q, want = ref.latent(x, wq, wl, turns, at, EPS)
-    _same(op.latent_write(x, wq, wl, turns, at, slots, cache, EPS), want_q)
+    want = ref.latent(x, weight, turns, at, EPS)
+    op.turn_and_store(queries, x, weight, turns, at, slots, cache, EPS)
     live = [0, 1, 3, 4]
     _same(cache[slots[live]], want[live])
     assert bool((cache[[1, 2, 4, 6, 8]] == 7).all())
@@ -97,18 +97,16 @@ def test_latents_reach_their_slots_and_nothing_else(widths: tuple[int, int, int]
 
 @emulated
 def test_rotary_parts_of_queries_are_turned_exactly() -> None:
-    for heads, nope, latent, p in ((8, 32, 96, 16), (20, 8, 24, 64)):
+    for heads, nope, l, p in ((8, 32, 96, 16), (20, 8, 512, 64)):
         x, turns, at = _random(4, heads, nope + p), _turns(512, p), torch.tensor([0, 511, 9, 100])
-        out = torch.full((4, heads, latent + p), 7, dtype=BF16)
         want = ref.turn_pairs(x[..., nope:], ref.at_positions(turns, at).unsqueeze(1))
-        op.query_rope(x[..., nope:], turns, at, out[..., latent:])
-        assert torch.equal(out[..., latent:], want) and bool((out[..., :latent] == 7).all())
-        again, live = x.clone(), torch.tensor([3], dtype=torch.int32)
-        op.query_rope(again[..., nope:], turns, at, rows=live)
-        assert torch.equal(again[:3, :, nope:], want[:3]) and torch.equal(again[3], x[3])
-        assert torch.equal(again[..., :nope], x[..., :nope])
-        op.query_rope(x[..., nope:], turns, at)
-        assert torch.equal(x[..., nope:], want)
+        low, weight, cache = _random(4, l + p), _random(l, seed=1), torch.full((4, l + p), 7, dtype=BF16)
+        turned, live = x.clone(), torch.tensor([3], dtype=torch.int32)
+        op.turn_and_store(turned[..., nope:], low, weight, turns, at, torch.arange(4), cache, EPS, rows=live)
+        assert torch.equal(turned[:3, :, nope:], want[:3]) and torch.equal(turned[3], x[3])
+        assert torch.equal(turned[..., :nope], x[..., :nope])
+        _same(cache[:3], ref.latent(low, weight, turns, at, EPS)[:3])
+        assert bool((cache[3] == 7).all())
 
 
 @emulated

@@ -41,7 +41,7 @@ from tests.cuda_tools import Memory, Row, Step
 from tests.model.tools import random_tree
 
 PARTS = {
-    "add_norm": (norm_op, "add_norm"), "latent_write": (norm_op, "latent_write"), "query_rope": (norm_op, "query_rope"),
+    "add_norm": (norm_op, "add_norm"), "turn_and_store": (norm_op, "turn_and_store"),
     "moe_route": (route_op, "route"), "moe_int4": (moe_op, "moe_int4"),
     "attention": (attention_op.MlaAttention, "__call__"), "fold": (attention_op.MlaAttention, "fold"),
 }  # fmt: skip

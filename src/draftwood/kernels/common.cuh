@@ -33,7 +33,7 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 //      kernels: weights, and tables that no step writes.
 //  (c) A kernel that reads before its wait what a step has written (choose and lists of moe_route, down of moe_int4) needs a
 //      predecessor that waits and then goes, which says so in a line of its own: "go after wait".
-//  (d) A kernel launched beside the one before it (`whole` of moe_route, query_rope) goes at once and reads what is older than that
+//  (d) A kernel launched beside the one before it (`whole` of moe_route, turn_and_store) goes at once and reads what is older than that
 //      one, which must wait and then go: then all before it is done. It reads that through load_new, since no wait has made L1
 //      forget; it writes nothing that the one before reads or writes; and a block of it waits at its end, for (a).
 __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -19,10 +19,10 @@ from draftwood.kernels.check import Variant
 _FOLDER = Path(__file__).parent
 _NULL = np.uint64(0)
 
-WIDTHS = (384, 7168)
-"""Hidden sizes: nano and K2.6."""
-LATENTS = ((128, 96, 16), (1536, 512, 64))
-"""(query latent, latent, rotary key)."""
+WIDTHS = (128, 384, 1536, 7168)
+"""Query latents and hidden sizes of nano and K2.6."""
+LATENTS = ((96, 16), (512, 64))
+"""(latent, rotary key)."""
 HEAD_DIMS = (64, 128)
 """Of the drafters."""
 
@@ -37,14 +37,6 @@ def _norm_source(width: int) -> jit.Source:
     return jit.Source(_FOLDER / "norm.cu", "rms_norm", {"WIDTH": width, "THREADS": _threads(width)})
 
 
-def _latent_source(q: int, l: int, p: int) -> jit.Source:
-    return jit.Source(_FOLDER / "norm.cu", "latent_write", {"Q_WIDTH": q, "L_WIDTH": l, "P_WIDTH": p})
-
-
-def _latent_threads(q: int, l: int) -> int:
-    return 32 * (-(-q // 256) + -(-l // 256) + 1)
-
-
 def _rope_source(entry: str, **macros: int) -> jit.Source:
     return jit.Source(_FOLDER / "rope.cu", entry, macros)
 
@@ -52,8 +44,7 @@ def _rope_source(entry: str, **macros: int) -> jit.Source:
 def variants() -> list[Variant]:
     """Everything the launchers choose for K2.6, nano and their drafters."""
     found = [Variant(_norm_source(width), _threads(width), blocks=2) for width in WIDTHS]
-    found += [Variant(_latent_source(*widths), _latent_threads(*widths[:2]), blocks=4) for widths in LATENTS]
-    found += [Variant(_rope_source("query_rope", P_WIDTH=p), 128, blocks=8) for _, _, p in LATENTS]
+    found += [Variant(_rope_source("turn_and_store", L_WIDTH=l, P_WIDTH=p), 128, blocks=8) for l, p in LATENTS]
     for entry in ("head_norm_rope", "ring_write"):
         found += [Variant(_rope_source(entry, D=d, PAIRS=pairs), 128, blocks=8) for d in HEAD_DIMS for pairs in (0, 1)]
     return found
@@ -139,21 +130,23 @@ def add_norm(
     return out
 
 
-def latent_write(
-    x: Tensor, q_weight: Tensor, l_weight: Tensor, turns: Tensor, positions: Tensor, slots: Tensor, cache: Tensor, eps: float,
-    out: Tensor | None = None, rows: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Norm and store the latents of n nodes; return the normed query latents [n, Q].
+def turn_and_store(
+    queries: Tensor, latents: Tensor, l_weight: Tensor, turns: Tensor, positions: Tensor, slots: Tensor, cache: Tensor, eps: float,
+    rows: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Turn the rotary parts of queries [n, heads, P] (a view), in place; norm and store the latents [n, L + P] of the same nodes.
 
-    x [n, Q + L + P], turns [positions, P / 2, 2], positions and slots int64 [n], cache [slots, L + P] of one layer,
-    written at `slots`; a negative slot is written nowhere.
+    turns [positions, P / 2, 2], positions and slots int64 [n], cache [slots, L + P] of one layer, written at `slots`; a negative
+    slot is written nowhere. Runs beside the kernel before and waits for it at its end: right only if all arguments are older than
+    that kernel, which waits for its own predecessor before it lets this one start.
     """
-    q, l, p = q_weight.shape[0], l_weight.shape[0], 2 * turns.shape[1]
-    n = x.shape[0]
-    out = torch.empty(n, q, dtype=torch.bfloat16, device=x.device) if out is None else out
-    _rows_fit("x", x, n, q + l + p)
-    _rows_fit("out", out, n, q)
-    _rows_fit("q_weight", q_weight.unsqueeze(0), 1, q)
+    n, heads, p = queries.shape
+    l = l_weight.shape[0]
+    if queries.dtype != torch.bfloat16:
+        raise ValueError(f"queries must be bf16 [n, heads, {p}]; they are {queries.dtype} {tuple(queries.shape)}")
+    if queries.stride(2) != 1 or queries.stride(0) % 8 or queries.stride(1) % 8 or queries.data_ptr() % 16:
+        raise ValueError(f"queries: heads must be contiguous and start on 16 bytes; strides {queries.stride()}")
+    _rows_fit("latents", latents, n, l + p)
     _rows_fit("l_weight", l_weight.unsqueeze(0), 1, l)
     _rows_fit("cache", cache, None, l + p)
     if not cache.is_contiguous():
@@ -161,44 +154,15 @@ def latent_write(
     _turns_fit(turns, p)
     _longs_fit(n, positions=positions, slots=slots)
     _count_fits(rows)
-    if q % 8 or l % 8 or p % 8 or p > 256 or _latent_threads(q, l) > 1024:
-        raise ValueError(f"latents of {q} + {l} + {p} values have no kernel; multiples of 8 and a key of at most 256 are needed")
+    if l % 8 or p % 8 or p > 256 or l > 768:
+        raise ValueError(f"latents of {l} + {p} values have no kernel; multiples of 8, up to 768 and a key of 256, are needed")
     if n:
-        _kernel(x.device.index, _latent_source, q, l, p)(
-            n, _latent_threads(q, l),
-            (x, q_weight, l_weight, turns, positions, slots, _or_null(rows), out, cache, _stride(x), _stride(out),
-             np.int32(turns.shape[0]), np.float32(eps)),
+        _rope_kernel(queries.device.index, "turn_and_store", (("L_WIDTH", l), ("P_WIDTH", p)))(
+            (n, -(-heads * p // 1024) + 1), 128,
+            (queries, latents, l_weight, turns, positions, slots, _or_null(rows), cache, np.int32(heads),
+             np.int64(queries.stride(0)), np.int64(queries.stride(1)), _stride(latents), np.int32(turns.shape[0]), np.float32(eps)),
             pdl=True,
         )  # fmt: skip
-    return out
-
-
-def query_rope(
-    x: Tensor, turns: Tensor, positions: Tensor, out: Tensor | None = None, rows: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Turn the rotary parts of queries: x, out [n, heads, P] (views), positions int64 [n]; in place without `out`.
-
-    Runs beside the kernel before and waits for it at its end: right only if all arguments are older than that kernel, which waits
-    for its own predecessor before it lets this one start.
-    """
-    out = x if out is None else out
-    n, heads, p = x.shape
-    for name, given in (("x", x), ("out", out)):
-        if given.shape != x.shape or given.dtype != torch.bfloat16:
-            raise ValueError(f"{name} must be bf16 {tuple(x.shape)}; it is {given.dtype} {tuple(given.shape)}")
-        if given.stride(2) != 1 or given.stride(0) % 8 or given.stride(1) % 8 or given.data_ptr() % 16:
-            raise ValueError(f"{name}: heads must be contiguous and start on 16 bytes; strides {given.stride()}")
-    _turns_fit(turns, p)
-    _longs_fit(n, positions=positions)
-    _count_fits(rows)
-    if n:
-        _rope_kernel(x.device.index, "query_rope", (("P_WIDTH", p),))(
-            (n, -(-heads * p // 1024)), 128,
-            (x, out, turns, positions, _or_null(rows), np.int32(heads), np.int64(x.stride(0)), np.int64(x.stride(1)),
-             np.int64(out.stride(0)), np.int64(out.stride(1)), np.int32(turns.shape[0])),
-            pdl=True,
-        )  # fmt: skip
-    return out
 
 
 def _head_macros(d: int, pairs: bool) -> tuple[tuple[str, int], ...]:
@@ -272,16 +236,14 @@ def ring_write(
 def bytes_moved(entry: str, n: int, **size: int) -> int:
     """Bytes that must move for n rows; `size` names the entry's widths.
 
-    add_norm: width, parts (how many of delta, residual and tap are given). latent_write: q, l, p. query_rope: heads, p.
+    add_norm: width, parts (how many of delta, residual and tap are given). turn_and_store: heads, l, p.
     head_norm_rope: heads, d (queries and keys). ring_write: heads (layers x kv heads), d.
     """
     if entry == "add_norm":
         return 2 * size["width"] * (n * (2 + size.get("parts", 0)) + 1)
-    if entry == "latent_write":
-        row, table = size["q"] + size["l"] + size["p"], 4 * size["p"]
-        return n * (4 * row + table + 16) + 2 * (size["q"] + size["l"])
-    if entry == "query_rope":
-        return n * (4 * size["heads"] * size["p"] + 4 * size["p"] + 8)
+    if entry == "turn_and_store":
+        row = (size["heads"] + 1) * size["p"] + size["l"]
+        return n * (4 * row + 4 * size["p"] + 16) + 2 * size["l"]
     if entry == "head_norm_rope":
         return n * (4 * size["heads"] * size["d"] + 4 * size["d"])
     return n * (8 * size["heads"] * size["d"] + 4 * size["d"])

@@ -44,13 +44,10 @@ def at_positions(turns: Tensor, positions: Tensor) -> Tensor:
     return turns[positions.clamp(0, turns.shape[0] - 1)]
 
 
-def latent(
-    x: Tensor, q_weight: Tensor, l_weight: Tensor, turns: Tensor, positions: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Split x [n, Q + L + P]; return (normed query latent [n, Q], cache rows [n, L + P]: normed latent, turned key)."""
-    q, low, key = x.split((q_weight.shape[0], l_weight.shape[0], 2 * turns.shape[1]), -1)
-    row = torch.cat((rms_norm(low, l_weight, eps), turn_pairs(key, at_positions(turns, positions))), -1)
-    return rms_norm(q, q_weight, eps), row
+def latent(x: Tensor, weight: Tensor, turns: Tensor, positions: Tensor, eps: float) -> Tensor:
+    """Return the cache rows of x [n, L + P]: normed latents and turned keys."""
+    low, key = x.split((weight.shape[0], 2 * turns.shape[1]), -1)
+    return torch.cat((rms_norm(low, weight, eps), turn_pairs(key, at_positions(turns, positions))), -1)
 
 
 def heads(x: Tensor, weight: Tensor, turns: Tensor, positions: Tensor, eps: float, pairs: bool = False) -> Tensor:

@@ -1,28 +1,46 @@
-// Rotary positions of query heads, and the drafter's norm + rotation of its heads and its ring write.
+// The target's rotations and the write of its latents; the drafter's norm + rotation of its heads and its ring write.
 // A lane holds 8 values; a head of D values belongs to D / 8 neighbouring lanes.
 #include "pieces.cuh"
 
 #ifdef P_WIDTH
-// The target's queries: the last P_WIDTH values of each head, turned in pairs: grid (n, ceil(heads*P_WIDTH/8 / 128)).
-// from and to point at the rotary part of row 0, head 0 and may be the same. By rule (d) of common.cuh beside the kernel before.
-extern "C" __global__ void __launch_bounds__(128)
-query_rope(const bf16* from, bf16* to, const float2* turns, const long long* positions, const int* rows, int heads,
-           long long from_stride, long long from_head, long long to_stride, long long to_head, int table) {
-  const int row = blockIdx.x, i = blockIdx.y * 128 + threadIdx.x;
-  const int head = i / (P_WIDTH / 8), c = i % (P_WIDTH / 8) * 8;
+// What attention reads of a step's nodes, beside the absorption of keys (rule (d) of common.cuh). Grid (n, ceil(heads * P_WIDTH /
+// 1024) + 1). The first blocks of a row turn the rotary parts of its queries in pairs, in place (row 0, head 0 at `queries`); the
+// last one has its latent of the fused down projection [latent L_WIDTH | rotary key P_WIDTH]: cache[slot] <- norm of the latent,
+// then the key turned by its position. A negative slot is written nowhere.
+constexpr int L_WARPS = (L_WIDTH / 8 + 31) / 32, CACHE = L_WIDTH + P_WIDTH, TURN_THREADS = 128;
+static_assert(L_WIDTH % 8 == 0 && P_WIDTH % 8 == 0 && P_WIDTH <= 256 && 32 * (L_WARPS + 1) <= TURN_THREADS, "one warp of keys");
+
+extern "C" __global__ void __launch_bounds__(TURN_THREADS)
+turn_and_store(bf16* queries, const bf16* latents, const bf16* l_weight, const float2* turns, const long long* positions,
+               const long long* slots, const int* rows, bf16* cache, int heads, long long query_stride, long long head_stride,
+               long long latent_stride, int table, float eps) {
+  __shared__ float sums[L_WARPS];
+  const int row = blockIdx.x, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+  const bool has_latent = blockIdx.y == gridDim.y - 1, is_l = has_latent && warp < L_WARPS;
+  const int i = blockIdx.y * TURN_THREADS + tid, head = i / (P_WIDTH / 8);
+  const int c = (is_l ? tid : has_latent ? lane : i % (P_WIDTH / 8)) * 8;                  // within its part
+  const bool on = has_latent ? (is_l ? c < L_WIDTH : warp == L_WARPS && c < P_WIDTH) : head < heads;
+  uint4 w = make_uint4(0, 0, 0, 0), raw = w;
+  if (on && is_l) w = load16_once(l_weight + c);
   go_beside();
-  if (head < heads) {
-    const int live = rows ? load_new(rows) : row + 1;  // all loads before the first is waited for
-    const long long position = load_new(positions + row);
-    const uint4 raw = load16_new(from + row * from_stride + head * from_head + c);
-    float2 turn[4];
-    load_turns(turn, turns_at(turns, position, table, P_WIDTH / 2) + c / 2);
-    if (row < live) {
-      float v[8];
-      unpack8(v, raw);
-      turn_pairs(v, turn);
-      store16(to + row * to_stride + head * to_head + c, pack8(v));
+  bf16* query = queries + row * query_stride + (has_latent ? 0 : head) * head_stride + c;
+  const int live = rows ? load_new(rows) : row + 1;   // all loads before the first is waited for
+  const long long position = load_new(positions + row), slot = has_latent ? load_new(slots + row) : 0;
+  if (on) raw = load16_new(has_latent ? latents + row * latent_stride + (is_l ? 0 : L_WIDTH) + c : query);
+  float2 turn[4] = {};
+  if (on && !is_l) load_turns(turn, turns_at(turns, position, table, P_WIDTH / 2) + c / 2);
+  if (row < live) {
+    float v[8];
+    unpack8(v, raw);
+    if (has_latent) {
+      const float sum = warp_sum(squares(v));
+      if (is_l && lane == 0) sums[warp] = sum;
+      __syncthreads();
     }
+    if (is_l) normalise(v, scale_of(warp_sum(lane < L_WARPS ? sums[lane] : 0.f), L_WIDTH, eps), w);
+    else turn_pairs(v, turn);
+    if (on && !has_latent) store16(query, pack8(v));
+    else if (on && slot >= 0) store16(cache + slot * CACHE + (is_l ? 0 : L_WIDTH) + c, pack8(v));
   }
   pdl_wait();
 }

@@ -35,7 +35,8 @@ def test_unfit_tensors_are_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match="index must be int64"):
         op.add_norm(x, weight, EPS, index=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="turns must be float32"):
-        op.query_rope(torch.zeros(2, 1, 16, dtype=BF16), torch.zeros(4, 4, 2), torch.zeros(2, dtype=torch.int64))
+        at, low, cache = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 112, dtype=BF16), torch.zeros(4, 112, dtype=BF16)
+        op.turn_and_store(torch.zeros(2, 1, 16, dtype=BF16), low, low[0, :96], torch.zeros(4, 4, 2), at, at, cache, EPS)
     with pytest.raises(ValueError, match="heads of 48 values"):
         turns, one = torch.zeros(4, 24, 2), torch.zeros(48, dtype=BF16)
         op.head_norm_rope(torch.zeros(1, 2, 3, 48, dtype=BF16), one, one, turns, torch.zeros(1, dtype=torch.int64), 1, EPS)
@@ -103,18 +104,17 @@ class TestOnDevice:
         assert not out[:4].isnan().any() and bool((out[4:] == 7).all())
 
     @pytest.mark.parametrize("widths", op.LATENTS)
-    def test_latents_reach_their_slots_and_nothing_else(self, widths: tuple[int, int, int]) -> None:
-        q, l, p = widths
+    def test_latents_reach_their_slots_and_nothing_else(self, widths: tuple[int, int]) -> None:
+        l, p = widths
         n = 65
-        x, wq, wl, turns = _random(n, q + l + p), _random(q, seed=1), _random(l, seed=2), _turns(4096, p)
+        x, weight, turns, queries = _random(n, 40 + l + p)[:, 40:], _random(l, seed=2), _turns(4096, p), _random(n, 3, p)
         at = torch.randint(0, 4096, (n,), device="cuda")
         slots = torch.randperm(1000, device="cuda")[:n].clone()
         cache = torch.full((1000, l + p), 7, dtype=BF16, device="cuda")
-        want_q, want = ref.latent(x, wq, wl, turns, at, EPS)
+        want = ref.latent(x, weight, turns, at, EPS)
         hidden = slots.clone()
         hidden[3] = -1
-        got = op.latent_write(x, wq, wl, turns, at, hidden, cache, EPS)
-        _same(got, want_q)
+        op.turn_and_store(queries, x, weight, turns, at, hidden, cache, EPS)
         live = [i for i in range(n) if i != 3]
         _same(cache[slots[live]], want[live])
         untouched = torch.ones(1000, dtype=torch.bool, device="cuda")
@@ -122,27 +122,27 @@ class TestOnDevice:
         assert bool((cache[untouched] == 7).all())
         for i in (0, 5, 64):
             other = torch.zeros_like(cache)
-            alone = op.latent_write(x[i : i + 1], wq, wl, turns, at[i : i + 1], slots[:1], other, EPS)
-            assert torch.equal(_bits(alone[0]), _bits(got[i]))
+            op.turn_and_store(queries[:1], x[i : i + 1], weight, turns, at[i : i + 1], slots[:1], other, EPS)
             assert torch.equal(_bits(other[slots[0]]), _bits(cache[slots[i]]))
 
     def test_slots_past_two_to_the_31(self) -> None:
-        q, l, p = 1536, 512, 64
-        x, wq, wl, turns = _random(2, q + l + p), _random(q, seed=1), _random(l, seed=2), _turns(64, p)
+        l, p = 512, 64
+        x, weight, turns = _random(2, l + p), _random(l, seed=2), _turns(64, p)
         cache = torch.empty(4_000_000, l + p, dtype=BF16, device="cuda")
         slots, at = torch.tensor([3_999_999, 0], device="cuda"), torch.tensor([63, 1], device="cuda")
-        op.latent_write(x, wq, wl, turns, at, slots, cache, EPS)
-        _same(cache[slots], ref.latent(x, wq, wl, turns, at, EPS)[1])
+        op.turn_and_store(_random(2, 64, p), x, weight, turns, at, slots, cache, EPS)
+        _same(cache[slots], ref.latent(x, weight, turns, at, EPS))
 
     def test_rotary_parts_of_queries_are_turned_exactly(self) -> None:
         for heads, nope, latent, p in ((64, 128, 512, 64), (8, 128, 512, 64), (1, 32, 96, 16), (8, 32, 96, 16)):
             x, turns, at = _random(33, heads, nope + p), _turns(512, p), torch.randint(0, 512, (33,), device="cuda")
-            out = torch.full((33, heads, latent + p), 7, dtype=BF16, device="cuda")
+            low, weight, cache = _random(33, latent + p), _random(latent), torch.zeros(33, latent + p, dtype=BF16, device="cuda")
             want = ref.turn_pairs(x[..., nope:], ref.at_positions(turns, at).unsqueeze(1))
-            op.query_rope(x[..., nope:], turns, at, out[..., latent:])
-            assert torch.equal(out[..., latent:], want) and bool((out[..., :latent] == 7).all())
-            op.query_rope(x[..., nope:], turns, at)
-            assert torch.equal(x[..., nope:], want)
+            rest, last = x[..., :nope].clone(), x[30:].clone()
+            slots = torch.arange(33, device="cuda")
+            op.turn_and_store(x[..., nope:], low, weight, turns, at, slots, cache, EPS, rows=_count(30))
+            assert torch.equal(x[:30, :, nope:], want[:30]) and torch.equal(x[..., :nope], rest) and torch.equal(x[30:], last)
+            assert not cache[30:].any() and bool(cache[:30].any(1).all())
 
     @pytest.mark.parametrize("pairs", [False, True])
     @pytest.mark.parametrize(("q_heads", "kv_heads", "d"), [(64, 8, 128), (8, 1, 128), (8, 2, 64), (1, 1, 64)])
@@ -179,17 +179,23 @@ class TestOnDevice:
         op.ring_write(kv, weights, turns, lengths, counts, ids, want_k, want_v, EPS, pairs, rows=_count(0))
 
     def test_a_thousand_replays_are_bitwise_equal(self) -> None:
-        x, weight, turns = _random(33, 2112), _random(1536, seed=1), _turns(64, 64)
+        x, weight, turns, queries = _random(33, 2112), _random(1536, seed=1), _turns(64, 64), _random(33, 64, 192)
         lw, at, slots = _random(512, seed=2), torch.arange(33, device="cuda"), torch.arange(33, device="cuda")
-        cache = torch.zeros(33, 576, dtype=BF16, device="cuda")
-        out = op.latent_write(x, weight, lw, turns, at, slots, cache, EPS)
-        want = torch.cat((out, cache), 1).clone()
+        cache, turned, out = torch.zeros(33, 576, dtype=BF16, device="cuda"), queries.clone(), torch.zeros_like(x[:, :1536])
+
+        def run() -> Tensor:
+            turned.copy_(queries)
+            op.add_norm(x[:, :1536], weight, EPS, out=out)
+            op.turn_and_store(turned[..., 128:], x[:, 1536:], lw, turns, at, slots, cache, EPS)
+            return torch.cat((out, cache, turned.flatten(1)), 1)
+
+        want = run().clone()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            op.latent_write(x, weight, lw, turns, at, slots, cache, EPS, out)
+            got = run()
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for _ in range(1000):
             cache.zero_()
             graph.replay()
-            wrong += (_bits(torch.cat((out, cache), 1)) != _bits(want)).sum()
+            wrong += (_bits(got) != _bits(want)).sum()
         assert int(wrong) == 0

@@ -39,12 +39,12 @@ __device__ __forceinline__ u64 hash_of(long long seed, long long length) {
 }
 
 // Grid (R). Trees of the places before *free, beyond their roots. tokens [R][N]: all of a tree differ, and those of trees of other
-// roots, for a random drafter says the same at every depth, and nodes of one token choose the same experts. logprob [R][N]: what the walks that synthetic_choices makes
-// are like, so that sizes can be chosen: the first node of a depth is passed for sure up to depth `whole`, with probability `part`
-// one deeper, and never else.
+// roots, for a random drafter says the same at every depth, and nodes of one token choose the same experts. logprob [R][N]: what the
+// walks that synthetic_choices makes are like, so that sizes can be chosen: the first node of a depth is passed for sure up to depth
+// `whole`, with probability `part` one deeper, and never else.
 extern "C" __global__ void __launch_bounds__(32)
-synthetic_guesses(const int* free, const long long* seeds, const long long* lengths, const long long* counts, const long long* depths,
-          int N, int V, int whole, float log_part, float never, long long* tokens, float* logprob) {
+synthetic_guesses(const int* free, const long long* seeds, const long long* lengths, const long long* counts,
+          const long long* depths, int N, int V, int whole, float log_part, float never, long long* tokens, float* logprob) {
   const int r = blockIdx.x;
   pdl_wait();
   pdl_go();

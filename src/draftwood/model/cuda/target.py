@@ -160,19 +160,19 @@ class Forward:
     def _attend(self, layer: PackedLayer, nodes: _Nodes, cache: Tensor, table: Tensor) -> None:
         """Attention of the normed nodes; its output is added to the residual stream, or on several ranks left in `delta`.
 
-        The nodes' latents are written first and read with the rest, so a node sees what later steps will. Queries are turned
-        beside the absorption of keys, which has waited for them too.
+        The nodes' latents are written first and read with the rest, so a node sees what later steps will. That and the rotations
+        run beside the absorption of keys, which has waited for all they read.
         """
         w, c, total = self.work, self.config, nodes.total
         linear_op.linear(w.normed, layer.down, w.low, rows=total)
-        norm_op.latent_write(
-            w.low, layer.q_norm, layer.kv_norm, self.target.turns, nodes.positions, nodes.slots, cache, c.latent_norm_eps,
-            out=w.q_low, rows=total,
-        )  # fmt: skip
+        norm_op.add_norm(w.low[:, : c.q_lora_rank], layer.q_norm, c.latent_norm_eps, out=w.q_low, rows=total)
         linear_op.linear(w.q_low, layer.q_b, w.q.flatten(1), rows=total)
         plain, rotary = w.q[..., : c.qk_nope_head_dim], w.q[..., c.qk_nope_head_dim :]
         linear_op.linear(plain, layer.absorb_k, w.q_latent, rows=total)
-        norm_op.query_rope(rotary, self.target.turns, nodes.positions, rows=total)
+        norm_op.turn_and_store(
+            rotary, w.low[:, c.q_lora_rank :], layer.kv_norm, self.target.turns, nodes.positions, nodes.slots, cache,
+            c.latent_norm_eps, rows=total,
+        )  # fmt: skip
         self.attention(w.q_latent, rotary, cache, table, nodes.masks, w.seen)
         linear_op.linear(w.seen, layer.absorb_v, w.values, rows=total)
         values = w.values.flatten(1)

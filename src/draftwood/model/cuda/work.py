@@ -262,10 +262,9 @@ def launches(sizes: Sizes, bucket: Bucket, chosen: bool = False, router: str = "
     once = router != "parts" and bucket.tokens <= WHOLE_ROWS
     found = {
         "attention plan": 1,
-        "add_norm": 2 * layers + 1 + chosen,
+        "add_norm": 3 * layers + 1 + chosen,
         "linear": sum(sizes.times().values()),
-        "latent_write": layers,
-        "query_rope": layers,
+        "turn_and_store": layers,
         "attention": 2 * layers,
         "moe_route": moe * sum(1 if once else 2 if n <= FUSED_ROWS else 3 for n in parts),
         "moe_int4": moe * sum(2 if n <= few_rows(sizes.columns) else 3 for n in parts),
@@ -306,9 +305,8 @@ def traffic(sizes: Sizes, nodes: Sequence[int], context: int, experts: float) ->
     expert = 3 * c.hidden_size * sizes.columns * 9 // 16
     return (
         *linear,
-        ("add_norm", (2 * layers + 1) * n * 3 * wide + moe * n * 2 * wide),
-        ("latent_write", layers * n * 4 * (c.q_lora_rank + c.latent_width)),
-        ("query_rope", layers * n * h * 4 * c.qk_rope_head_dim),
+        ("add_norm", (2 * layers + 1) * n * 3 * wide + moe * n * 2 * wide + layers * n * 4 * c.q_lora_rank),
+        ("turn_and_store", layers * n * 4 * (h * c.qk_rope_head_dim + c.latent_width)),
         ("attention", layers * 2 * latents),
         ("moe_route", moe * (2 * c.num_experts * c.hidden_size + n * wide + pairs * 12)),
         ("moe_int4", moe * round(experts * expert + n * 3 * wide + pairs * 4 * sizes.columns)),
