@@ -25,6 +25,7 @@ from draftwood.kernels.draft_attention import ref as draft_ref
 from draftwood.kernels.kv_commit import op as commit_op
 from draftwood.kernels.linear import op as linear_op
 from draftwood.kernels.linear import ref as linear_ref
+from draftwood.kernels.linear.plan import STREAM_ROWS
 from draftwood.kernels.mla_attention import op as attention_op
 from draftwood.kernels.mla_attention import ref as attention_ref
 from draftwood.kernels.moe_int4 import op as moe_op
@@ -83,8 +84,13 @@ class Refs:
     def linear(
         self, x: Tensor, weight: linear_op.Weight, out: Tensor | None = None, residual: Tensor | None = None,
         rows: Tensor | None = None, dtype: torch.dtype = BF16, form: object = None,
+        norm: tuple[Tensor, float] | None = None, early: bool = False,
     ) -> Tensor:  # fmt: skip
         shape, n = weight.shape, x.shape[0]
+        if norm is not None:
+            linear_op._check_norm(norm[0], shape, n <= STREAM_ROWS)
+            x = x.where(torch.arange(n)[:, None] < _live(rows, n), 0)
+            x = norm_ref.rms_norm(x, *norm)
         outputs = shape.outputs // 2 if shape.glu else shape.outputs
         wanted = (n, outputs) if x.dim() == 2 else (n, shape.heads, outputs)
         out = torch.empty(wanted, dtype=dtype) if out is None else out

@@ -28,7 +28,7 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 // What may be read when (tests/kernels/test_launch_order.py looks at the sources):
 //  (a) In every grid at least one block waits. So "my predecessor is done" implies that all earlier kernels are done too, and
 //      after its wait a kernel may read and write whatever it likes.
-//  (b) The rule is wait, then go. A kernel that goes first (EARLY, norm_rope/pieces.cuh) lets the next one start while the one
+//  (b) The rule is wait, then go. A kernel that goes first (pdl_go_early, EARLY of norm_rope) lets the next one start while the one
 //      before it still runs. What follows k of those in a row may before its own wait read only what is older than the last k + 1
 //      kernels: weights, and tables that no step writes.
 //  (c) A kernel that reads before its wait what a step has written (choose and lists of moe_route, down of moe_int4) needs a
@@ -38,6 +38,7 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 //      forget; it writes nothing that the one before reads or writes; and a block of it waits at its end, for (a).
 __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void pdl_go() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void pdl_go_early() { pdl_go(); }                 // ahead of the wait, by rule (b)
 
 // ---------------------------------------------------------------- loads and stores of 16 and 8 bytes
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

@@ -194,6 +194,7 @@ inline bf16 __float2bfloat16_rn(float f) { return __float2bfloat16(f); }
 // ---------------------------------------------------------------- common.cuh's pieces that are inline assembly there
 inline void pdl_wait() {}
 inline void pdl_go() {}
+inline void pdl_go_early() {}
 inline u32 shared_address(const void* p) {
   const long long at = (const unsigned char*)p - emulated::shared;
   if (at < 0 || at >= emulated::SHARED) emulated::fail("address outside dynamic shared memory");

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -67,8 +67,16 @@ def variants() -> list[Variant]:
     for machine in dict.fromkeys(_MACHINES.values()):
         archs = tuple(a for a in jit.ARCHS if _MACHINES[a] == machine)
         forms = {(f.entry, f.macros): f for f in plan.all_forms(machine)}
+        special = [_special(plan.stream_form(s, machine), "NORM") for s in plan.normed_shapes()]
+        special += [_special(plan.stream_form(s, machine), "GOES_EARLY") for s in plan.early_shapes()]
+        forms |= {(f.entry, f.macros): f for f in special}
         found += [Variant(source(f), f.threads, f.shared, archs=archs) for f in forms.values()]
     return found
+
+
+def _special(form: Form, *macros: str) -> Form:
+    """A form of the stream kernel with more of its macros on."""
+    return replace(form, macros=tuple(sorted((*form.macros, *((name, 1) for name in macros)))))
 
 
 @functools.cache
@@ -89,6 +97,8 @@ def linear(
     rows: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     form: Form | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Return x @ weight^T on torch's current stream; see ref.py for the meaning.
 
@@ -96,7 +106,8 @@ def linear(
     out: where the result goes ([n, N] or [n, heads, N], bf16 or float32, last dimension contiguous); made if absent.
     residual: [n, N] bf16 with out's strides, added to the rounded product; may be `out` itself. rows: int32 [1] on the
     device, how many of the n rows are real (the others are not written, and what x holds there does not matter). form: for
-    tests and tuning.
+    tests and tuning. norm: (weight [K] bf16, eps) of an RMSNorm of x, with the bits of norm_rope's, for up to plan.STREAM_ROWS
+    rows. early: up to that many rows let the next kernel fetch its weights before this one has waited (rule (b) of common.cuh).
     Raises ValueError for tensors that do not fit.
     """
     shape = weight.shape
@@ -110,14 +121,20 @@ def linear(
         return out
     device = x.device.index
     chosen = plan.form_for(shape, n, _machine_of(device)) if form is None else form
+    streams = chosen.entry == "linear_stream"
+    if norm is not None:
+        _check_norm(norm[0], shape, streams)
+    if streams and (early or norm is not None):
+        chosen = _special(chosen, *("GOES_EARLY",) * early, *("NORM",) * (norm is not None))
     kernel = _kernel(chosen, device)
     heads = x.dim() == 3
+    tail = (_NULL, np.float32(0)) if norm is None else (norm[0], np.float32(norm[1]))
     kernel(
         chosen.grid(shape, n), chosen.threads,
         (weight.data, x, out, _NULL if residual is None else residual, _NULL if rows is None else rows,
          np.int32(n), np.int32(shape.outputs), np.int32(shape.inputs), np.int32(chosen.groups(shape)),
          np.int64(x.stride(0)), np.int64(x.stride(1) if heads else 0), np.int64(out.stride(0)),
-         np.int64(out.stride(1) if heads else 0), np.int32(out.dtype == torch.float32)),
+         np.int64(out.stride(1) if heads else 0), np.int32(out.dtype == torch.float32), *(tail if streams else ())),
         chosen.shared, pdl=True,
     )  # fmt: skip
     return out
@@ -143,6 +160,16 @@ def _check(x: Tensor, shape: Shape, out: Tensor, wanted: tuple[int, ...], residu
         raise ValueError(f"rows must be one int32 on the device; it is {rows.dtype} {tuple(rows.shape)}")
     if any(t is not None and t.device != x.device for t in (out, residual, rows)):
         raise ValueError("x, out, residual and rows must be on one device")
+
+
+def _check_norm(weight: Tensor, shape: Shape, streams: bool) -> None:
+    if not streams or shape.heads > 1 or shape.inputs % 64 or shape.inputs > 8192:
+        raise ValueError(
+            f"a product norms x itself for up to {plan.STREAM_ROWS} rows, one head and multiples of 64 inputs up to 8192; "
+            f"not for {shape}"
+        )
+    if weight.dtype != torch.bfloat16 or weight.shape != (shape.inputs,) or not weight.is_contiguous() or weight.data_ptr() % 16:
+        raise ValueError(f"the norm's weight must be bf16 [{shape.inputs}] on 16 bytes; it is {weight.dtype} {tuple(weight.shape)}")
 
 
 def bytes_moved(shape: Shape, n: int, out_bytes: int = 2, residual: bool = False) -> int:

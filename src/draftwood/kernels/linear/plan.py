@@ -406,6 +406,16 @@ def nano_shapes(world: int = 1) -> dict[str, Shape]:
     return target | drafter_shapes(world, 384, 3, 8, 2, 64, 640, 3 * 384)
 
 
+def normed_shapes() -> list[Shape]:
+    """Return the weights whose few rows of x are normed on their way: of queries."""
+    return [shapes(world)["q_b"] for shapes in (k26_shapes, nano_shapes) for world in (1, 2, 4, 8)]
+
+
+def early_shapes() -> list[Shape]:
+    """Return the weights whose products of few rows let the next kernel start early: of values, behind attention."""
+    return [shapes(world)["w_uv"] for shapes in (k26_shapes, nano_shapes) for world in (1, 2, 4, 8)]
+
+
 def all_forms(machine: Machine) -> list[Form]:
     """Return everything `form_for` can answer for the shapes that are served, without duplicates, in a fixed order."""
     forms: dict[Form, None] = {}

@@ -14,7 +14,7 @@
 #define EARLY 1
 #endif
 __device__ __forceinline__ void go_and_wait() {
-  if (EARLY) pdl_go();
+  if (EARLY) pdl_go_early();
   pdl_wait();
   if (!EARLY) pdl_go();
 }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftwood.kernels.linear import op as linear_op
+from draftwood.kernels.linear.plan import STREAM_ROWS
 from draftwood.kernels.mla_attention import op as attention_op
 from draftwood.kernels.moe_int4 import op as moe_op
 from draftwood.kernels.moe_route import op as route_op
@@ -165,8 +166,12 @@ class Forward:
         """
         w, c, total = self.work, self.config, nodes.total
         linear_op.linear(w.normed, layer.down, w.low, rows=total)
-        norm_op.add_norm(w.low[:, : c.q_lora_rank], layer.q_norm, c.latent_norm_eps, out=w.q_low, rows=total)
-        linear_op.linear(w.q_low, layer.q_b, w.q.flatten(1), rows=total)
+        low = w.low[:, : c.q_lora_rank]
+        if self.bucket.tokens <= STREAM_ROWS:
+            linear_op.linear(low, layer.q_b, w.q.flatten(1), rows=total, norm=(layer.q_norm, c.latent_norm_eps))
+        else:
+            norm_op.add_norm(low, layer.q_norm, c.latent_norm_eps, out=w.q_low, rows=total)
+            linear_op.linear(w.q_low, layer.q_b, w.q.flatten(1), rows=total)
         plain, rotary = w.q[..., : c.qk_nope_head_dim], w.q[..., c.qk_nope_head_dim :]
         linear_op.linear(plain, layer.absorb_k, w.q_latent, rows=total)
         norm_op.turn_and_store(
@@ -174,7 +179,7 @@ class Forward:
             c.latent_norm_eps, rows=total,
         )  # fmt: skip
         self.attention(w.q_latent, rotary, cache, table, nodes.masks, w.seen)
-        linear_op.linear(w.seen, layer.absorb_v, w.values, rows=total)
+        linear_op.linear(w.seen, layer.absorb_v, w.values, rows=total, early=True)
         values = w.values.flatten(1)
         if self.alone:
             linear_op.linear(values, layer.o, w.x, residual=w.x, rows=total)
