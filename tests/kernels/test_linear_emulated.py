@@ -99,7 +99,7 @@ def test_forms_for_many_rows_give_the_same_bits_and_read_no_rows_beyond_the_coun
     want = op.linear(x, weight)
     x[39:] = float("nan")
     for tiles, groups, together in ((3, 1, 1), (5, 2, 2)) if not early else ((3, 2, 3),):
-        form = plan._many_form(shape, tiles, groups, together)
+        form = plan._many_form(shape, tiles, groups, together, 4)
         out = torch.full_like(want, 7)
         op.linear(x, weight, out, rows=torch.tensor([39], dtype=torch.int32), form=form)
         assert torch.equal(out[:39], want[:39]) and bool((out[39:] == 7).all()), form

@@ -63,15 +63,11 @@ linear_many(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
   const bool on = warp < have, copies = on && lane == 0 && (SHARERS == 1 || warp % SHARERS == rank);
   const unsigned char* w = W + ((long long)head * tiles + group * BLOCK + (on ? warp : 0)) * T * 2048;
   const u32 wput = wring + warp * 2048;
-  auto load_w = [&](int step) {
-    const int slot = step % DEPTH;
+  auto load_w = [&](int step, u32 slot) {
     if (threadIdx.x == 0) mbarrier_expect(full + 8 * slot, have * 2048);
-    if (copies) {
-      if (step >= DEPTH) mbarrier_wait(empty + 8 * slot, step / DEPTH - 1 & 1);
-      bulk_to_all(wput + slot * WSLOT, w + (long long)step * 2048, 2048, full + 8 * slot);
-    }
+    if (copies) bulk_to_all(wput + slot * WSLOT, w + (long long)step * 2048, 2048, full + 8 * slot);
   };
-  for (int i = 0; i < DEPTH && i < T; i++) load_w(i);
+  for (int i = 0; i < DEPTH && i < T; i++) load_w(i, i);
   pdl_wait();                                    // weights do not depend on the kernel before; x and rows do
   pdl_go();
   if (rows) n = min(n, load_int(rows));
@@ -106,10 +102,10 @@ linear_many(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
   for (int t = 0; t < TILES; t++)
 #pragma unroll
     for (int i = 0; i < 4; i++) acc[t][i] = 0.f;
-  u32 xo = 0, xl = XDEPTH * XSLOT, slot = 0, round = 0;
+  u32 xo = 0, slot = 0, parity = 0;
   auto turn = [&](Weights& v, int step) {        // the products under way read the other weights
     copy_wait<XDEPTH - 1>();
-    mbarrier_wait(full + 8 * slot, round & 1);
+    mbarrier_wait(full + 8 * slot, parity);
     warpgroup_wait<1>();
     if (on) fetch(v, wput + slot * WSLOT + lane * 16);          // else it multiplies zeros
     publish(); __syncthreads();
@@ -117,11 +113,15 @@ linear_many(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
 #pragma unroll
     for (int k = 0; k < 4; k++) warpgroup_mma<TILES>(acc, v.a[k], base + xo + k * 32);
     warpgroup_commit();
-    if (warp == 0 && step > 0 && step - 1 + DEPTH < T) mbarrier_arrive_all(empty + 8 * ((step - 1) % DEPTH));
-    if (step > 1 && step - 2 + DEPTH < T) load_w(step - 2 + DEPTH);
-    load_x(step + XDEPTH, xl);
-    xo = xo == (XSLOTS - 1) * XSLOT ? 0 : xo + XSLOT; xl = xl == (XSLOTS - 1) * XSLOT ? 0 : xl + XSLOT;
-    if (++slot == DEPTH) { slot = 0; round++; }
+    if (warp == 0 && step > 0 && step - 1 + DEPTH < T) mbarrier_arrive_all(empty + 8 * (slot > 0 ? slot - 1 : DEPTH - 1));
+    if (step > 1 && step - 2 + DEPTH < T) {
+      const u32 old = slot > 1 ? slot - 2 : slot + DEPTH - 2;
+      if (copies) mbarrier_wait(empty + 8 * old, slot > 1 ? parity : parity ^ 1);
+      load_w(step - 2 + DEPTH, old);
+    }
+    load_x(step + XDEPTH, xo + XDEPTH * XSLOT < XSLOTS * XSLOT ? xo + XDEPTH * XSLOT : xo + (XDEPTH - XSLOTS) * XSLOT);
+    xo = xo == (XSLOTS - 1) * XSLOT ? 0 : xo + XSLOT;
+    if (++slot == DEPTH) { slot = 0; parity ^= 1; }
   };
   Weights even = {}, odd = {};
   int step = 0;

@@ -23,7 +23,9 @@ GMMA_WARPS = {1: 32, 2: 28, 3: 28, 5: 24, 9: 20, 16: 16}
 """The same for the warp-group products of sm_90, which also serve the rows of the stream kernel."""
 MAX_ROWS = max(TILES) * 8
 MANY = 8
-"""Passes that a form for more rows is made for: a prompt's chunk."""
+"""Passes that a wide form for more rows is made for: a prompt's chunk."""
+CLASSES = (*(8 * tiles for tiles in TILES), 144, 192, 256, 288, 384, 512, 576, 768, 1024)
+"""Numbers of rows that an H200 has forms for: the form of the next larger one runs, the last one's everything beyond."""
 RESERVED = 1024
 """Bytes of shared memory that the driver keeps for itself in every block."""
 
@@ -231,18 +233,18 @@ def _gmma_form(shape: Shape, tiles: int, block: int, depth: int, x_steps: int) -
 GMMA_TILES = 5
 """8-row tiles of x from which on an H200 counts on the warp-group kernel: from 33 rows on it was the faster one at all but ten
 of 156 measured cases."""
-GMMA_FORMS = 4
+GMMA_FORMS = 2
 """Forms of the warp-group kernel that are worth measuring for a shape and a number of rows."""
 
 
 @functools.cache
-def gmma_forms(shape: Shape, tiles: int, passes: int = 1) -> tuple[Form, ...]:
-    """Return forms of the warp-group kernel of an H200 for `passes` times 8 * `tiles` rows of x, the cheapest first: as
-    `wide_forms`, with a row tile for a warp and blocks of up to five groups of warps."""
+def gmma_forms(shape: Shape, tiles: int) -> tuple[Form, ...]:
+    """Return forms of the warp-group kernel of an H200 for 8 * `tiles` rows of x, the cheapest first: as `wide_forms`, with a row
+    tile for a warp and blocks of up to five groups of warps."""
     s, fits = segments(shape), []
     most = shape.outputs // 16 if shape.heads > 1 else GMMA_WARPS[tiles]
     for block in range(1, min(GMMA_WARPS[tiles], 20, most) + 1):
-        groups, blocks = -(-block // 4), -(-shape.outputs // (16 * block)) * shape.heads * s * passes
+        groups, blocks = -(-block // 4), -(-shape.outputs // (16 * block)) * shape.heads * s
         for resident in range(1, min(8, GMMA_WARPS[tiles] // (4 * groups)) + 1):
             for depth, x_steps in itertools.product((3, 4, 5, 6, 8), (1, 2)):
                 shared = _gmma_shared(block, tiles, depth, x_steps)
@@ -270,13 +272,24 @@ _L2 = 30
 """Bytes a clock that L2 was seen to give each multiprocessor of an H200."""
 
 
-def _many_form(shape: Shape, tiles: int, groups: int, together: int) -> Form:
-    """A form of the kernel for many rows: as deep a ring of weights as shared memory holds, up to 8 steps."""
-    x_depth, sums = 4 if tiles <= 9 else 3 if groups < 4 else 2, tiles * 8 * (groups * 64 + 4) * 4
-    x = (x_depth + 2) * tiles * 1024
-    depth = min(8, (H200.block - x) // (groups * 8192 + 16))
+def _many_form(shape: Shape, tiles: int, groups: int, together: int, depth: int) -> Form:
+    x_depth, sums = _x_depth(tiles, groups), tiles * 8 * (groups * 64 + 4) * 4
     macros = _macros(shape, SEGMENTS=segments(shape), TILES=tiles, GROUPS=groups, TOGETHER=together, DEPTH=depth, XDEPTH=x_depth)
-    return Form("linear_many", macros, 128 * groups, max(x + depth * (groups * 8192 + 16), sums), 64 * groups, 8 * tiles, together)
+    shared = (x_depth + 2) * tiles * 1024 + depth * (groups * 8192 + 16)
+    return Form("linear_many", macros, 128 * groups, max(shared, sums), 64 * groups, 8 * tiles, together)
+
+
+def _x_depth(tiles: int, groups: int) -> int:
+    """Steps of x on their way: more where a step is short."""
+    return 4 if tiles <= 9 else 3 if groups < 4 else 2
+
+
+def _many_depths(tiles: int, groups: int) -> list[int]:
+    """Rings of weights: as deep as shared memory holds, and as half of it does, for small ones, so that the next kernel's begins to
+    be filled while this one ends."""
+    x = (_x_depth(tiles, groups) + 2) * tiles * 1024
+    whole, half = ((room - x) // (groups * 8192 + 16) for room in (H200.block, H200.total // 2 - RESERVED))
+    return [min(8, whole)] + ([half] if 4 <= half < 8 and groups <= 2 and tiles <= 9 else [])
 
 
 def _many_clocks(shape: Shape, n: int, form: Form) -> float:
@@ -300,7 +313,7 @@ def many_forms(shape: Shape, n: int) -> tuple[Form, ...]:
             continue
         for together in (1, 2, 3, 4):
             if together <= passes and -(-passes // together) * together <= passes * 1.2:
-                fits.append(_many_form(shape, tiles, groups, together))
+                fits += [_many_form(shape, tiles, groups, together, depth) for depth in _many_depths(tiles, groups)]
     return tuple(sorted(fits, key=lambda form: round(_many_clocks(shape, n, form), -2)))
 
 
@@ -317,8 +330,13 @@ def forms_for(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]
     rows take several passes."""
     if machine != H200 or n <= STREAM_ROWS or (fastest := TUNED.get(tuning_key(shape, n))) is None:
         return computed(shape, n, machine)
-    form = _MAKE[fastest[0]](shape, _passes(n)[0], *fastest[1:])
-    return tuple(dict.fromkeys((form, *computed(shape, n, machine))))
+    return tuple(dict.fromkeys((_made(shape, n, *fastest), *computed(shape, n, machine))))
+
+
+def _made(shape: Shape, n: int, kernel: str, *knobs: int) -> Form:
+    if kernel == "many":
+        return _many_form(shape, *knobs)
+    return (_gmma_form if kernel == "gmma" else _wide_form)(shape, _passes(n)[0], *knobs)
 
 
 def computed(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]:
@@ -326,20 +344,24 @@ def computed(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]:
     if n <= STREAM_ROWS:
         return (stream_form(shape, machine),)
     tiles, passes = _passes(n)
-    if machine == H200 and tiles >= GMMA_TILES:
-        return gmma_forms(shape, tiles, passes)
-    return wide_forms(shape, tiles, machine, passes)
+    if machine != H200 or tiles < GMMA_TILES:
+        return wide_forms(shape, tiles, machine, passes)
+    return gmma_forms(shape, tiles) if n <= MAX_ROWS else many_forms(shape, row_class(n))
 
 
-_MAKE = {"wide": _wide_form, "gmma": _gmma_form}
-KNOBS = ("BLOCK", "DEPTH", "XSTEPS")
-"""Macros that TUNED gives, in its order."""
+_STAGED = ("BLOCK", "DEPTH", "XSTEPS")
+KNOBS = {"wide": _STAGED, "gmma": _STAGED, "many": ("TILES", "GROUPS", "TOGETHER", "DEPTH")}
+"""Macros that TUNED gives for a kernel, in its order."""
+
+
+def row_class(n: int) -> int:
+    """Return the number of rows whose form runs n rows."""
+    return next((c for c in CLASSES if c >= n), CLASSES[-1])
 
 
 def tuning_key(shape: Shape, n: int) -> tuple[int, int, int, int]:
     """Return the key of TUNED for n rows."""
-    tiles, passes = _passes(n)
-    return shape.outputs, shape.inputs, shape.heads, tiles * passes
+    return shape.outputs, shape.inputs, shape.heads, row_class(n)
 
 
 def _passes(n: int) -> tuple[int, int]:
@@ -352,9 +374,9 @@ def _passes(n: int) -> tuple[int, int]:
 def candidates(shape: Shape, n: int) -> tuple[Form, ...]:
     """Return what a sweep of an H200 measures for `n` rows of x, the form in use first: that one, the cheapest by counting and
     those of the warp-group kernels."""
-    tiles, passes = _passes(n)
-    many = many_forms(shape, n)[:MANY_FORMS] if n > 40 else ()
-    return tuple(dict.fromkeys((*forms_for(shape, n)[:1], *gmma_forms(shape, tiles, passes)[:1], *many)))
+    groups = gmma_forms(shape, _passes(n)[0])[:GMMA_FORMS] if n <= MAX_ROWS else ()
+    many = many_forms(shape, row_class(n))[:MANY_FORMS] if n > 40 else ()
+    return tuple(dict.fromkeys((*forms_for(shape, n)[:1], *groups, *many)))
 
 
 def form_for(shape: Shape, n: int, machine: Machine = H200) -> Form:
@@ -422,6 +444,6 @@ def all_forms(machine: Machine) -> list[Form]:
     for shapes in (k26_shapes, nano_shapes):
         for world in (1, 2, 4, 8):
             for shape in shapes(world).values():
-                for rows in (STREAM_ROWS, *(8 * tiles for tiles in TILES), MAX_ROWS + 1):
+                for rows in (STREAM_ROWS, *CLASSES):
                     forms[form_for(shape, rows, machine)] = None
     return list(forms)

@@ -14,7 +14,7 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from draftwood.kernels.linear.plan import Form, Shape
 from draftwood.kernels.sweep import Sweep, supervise
 
 NAME = "linear_sweep"
-ROWS = (65, 128, 512, 288, 33, 9, 17, 1)
+ROWS = (65, 288, 128, 512, 144, 576, 256, 1024, 33, 9, 17, 1)
 GAIN = 0.02
 """How much faster than the cheapest form by the plan's counting one must be to get a line in tuned.py."""
 tell = functools.partial(print, flush=True)
@@ -95,19 +95,23 @@ class Forms(Sweep):
             self.say(key=key, **line, us=us, of_peak=share, same_bits=same, rival_us=rival)
 
 
+def _made(entry: str, macros: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A form as TUNED has it."""
+    kernel = entry.removeprefix("linear_")
+    return kernel, *(macros[knob] for knob in plan.KNOBS[kernel])
+
+
 def choose(lines: Iterable[dict[str, Any]]) -> str:
     """Return tuned.py's table from measured lines: the fastest form of the right bits where it is not the cheapest by the plan."""
     times: dict[tuple[int, str], dict[tuple[Any, ...], float]] = {}
     for line in lines:
         if line["same_bits"] and line["rows"] > plan.STREAM_ROWS:
-            form = (line["entry"].removeprefix("linear_"), *(line[knob] for knob in plan.KNOBS))
-            times.setdefault((line["rows"], line["case"]), {})[form] = line["us"]
+            times.setdefault((line["rows"], line["case"]), {})[_made(line["entry"], line)] = line["us"]
     names, found = list(shapes()), {}
     for n, name in sorted(times, key=lambda key: (key[0], names.index(key[1]))):
         measured, shape = times[n, name], shapes()[name]
         cheapest = plan.computed(shape, n)[0]
-        knobs = dict(cheapest.macros)
-        usual = measured.get((cheapest.entry.removeprefix("linear_"), *(knobs[knob] for knob in plan.KNOBS)), float("inf"))
+        usual = measured.get(_made(cheapest.entry, dict(cheapest.macros)), float("inf"))
         fastest = min(measured, key=measured.__getitem__)
         if measured[fastest] < (1 - GAIN) * usual:
             found[plan.tuning_key(shape, n)] = fastest

@@ -170,10 +170,10 @@ def test_wide_blocks_load_the_multiprocessors_of_an_h200_evenly() -> None:
 
 def test_forms_measured_to_be_the_fastest_are_used() -> None:
     shapes = {(s.outputs, s.inputs, s.heads): s for world in (1, 8) for s in plan.k26_shapes(world).values()}
-    for (*key, tiles), (kernel, *knobs) in TUNED.items():
-        form = plan.form_for(shapes[tuple(key)], 8 * tiles)
+    for (*key, rows), (kernel, *knobs) in TUNED.items():
+        form = plan.form_for(shapes[tuple(key)], rows)
         assert form.entry == f"linear_{kernel}"
-        assert [dict(form.macros)[k] for k in plan.KNOBS] == knobs
+        assert [dict(form.macros)[k] for k in plan.KNOBS[kernel]] == knobs
 
 
 def test_a_sweep_chooses_the_fastest_form_of_the_right_bits() -> None:
@@ -184,8 +184,8 @@ def test_a_sweep_chooses_the_fastest_form_of_the_right_bits() -> None:
     lines = [
         first | {"entry": form.entry, **dict(form.macros), "us": us} for form, us in ((usual, 40.0), (other, 39.9), (wide, 30.0))
     ]
-    chosen = ("wide", *(dict(wide.macros)[k] for k in plan.KNOBS))
-    assert sweep.choose(lines) == f"    {(7168, 8192, 1, 9)}: {chosen},\n".replace("'", '"')
+    chosen = ("wide", *(dict(wide.macros)[k] for k in plan.KNOBS["wide"]))
+    assert sweep.choose(lines) == f"    {(7168, 8192, 1, 72)}: {chosen},\n".replace("'", '"')
     assert sweep.choose([*lines[:2], lines[2] | {"same_bits": False}]) == ""
 
 
@@ -200,7 +200,7 @@ def test_variants_hold_everything_the_launcher_chooses() -> None:
     for machine in (plan.H200, plan.B300, plan.PRO_6000):
         known = {(f.entry, f.macros): f.shared for f in plan.all_forms(machine)}
         for shape in _served():
-            for n in (1, 9, 17, 33, 65, 128):
+            for n in (1, 9, 17, 33, 65, 128, 129, 260, 576, 900, 2000):
                 form = plan.form_for(shape, n, machine)
                 assert known[form.entry, form.macros] == form.shared
 
@@ -218,8 +218,7 @@ def test_kernels_of_the_largest_forms_stay_within_limits(arch: str) -> None:
 
 @pytest.mark.parametrize(("name", "n"), [("o", 65), ("gate_up/8", 128), ("nano down", 9), ("w_uv", 40), ("o", 8)])
 def test_warp_group_forms_stay_within_limits(name: str, n: int) -> None:
-    tiles, passes = plan._passes(n)
-    for form in plan.gmma_forms(FEW[name], tiles, passes)[:1]:
+    for form in plan.gmma_forms(FEW[name], plan._passes(n)[0])[:1]:
         resident = plan.GMMA_WARPS[form.tokens // 8] // (form.threads // 32)
         variant = Variant(op.source(form), form.threads, form.shared, max(resident, 1), archs=("sm_90a",))
         check.check("linear", variant, "sm_90a")
