@@ -103,7 +103,8 @@ class Engine:
     def _host_stepper(self) -> HostStepper:
         parts, width = self._host, self.scheduler.table_width
         rows = Rows(
-            self.plan.max_num_seqs, width, parts.kv.sink, parts.vocab, parts.device, self.stop_ids, parts.grammars
+            self.plan.max_num_seqs, width, parts.kv.sink, parts.vocab, parts.device, self.stop_ids, parts.grammars,
+            echo=parts.bigram is not None,
         )  # fmt: skip
         return HostStepper(parts, rows)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from draftwood.engine.request import SamplingParams
 from draftwood.engine.scheduler import Start, StepPlan
 from draftwood.spec.accept import Path
+from draftwood.spec.echo import Echo
 from draftwood.spec.grammar import Constraint, Grammars
 from draftwood.spec.sampling import Floor, History, Sampling, uses_history
 
@@ -41,6 +42,8 @@ class View:
     """Most log-probabilities that a row wants beside the chosen token's; None where not even that one's is wanted."""
     constraints: tuple[Constraint | None, ...] = ()
     """By row, how far along its grammar it is; empty where no row has one."""
+    echoes: tuple[Echo | None, ...] = ()
+    """By row, its text, where that helps to draft; empty where it helps no row."""
 
     def noise(self, vocab: int) -> Tensor | None:
         """Gumbel noise [R, depth + 1, V] of the positions that are chosen in this step; None when all rows are greedy."""
@@ -52,7 +55,7 @@ class Rows:
     """State of `count` persistent rows with page tables `width` pages wide, padded with the `sink` page.
 
     `stop_ids` are the model's own end tokens, which an answer with min_tokens waits for; `grammars` are there where
-    rows may have one.
+    rows may have one; with `echo` the texts of rows that draft are kept for their trees.
     """
 
     def __init__(
@@ -64,8 +67,9 @@ class Rows:
         device: torch.device | str,
         stop_ids: Iterable[int] = (),
         grammars: Grammars | None = None,
+        echo: bool = False,
     ) -> None:
-        self._grammars = grammars
+        self._grammars, self._echo = grammars, echo
         self._stop_ids = frozenset(stop_ids)
         self.vocab = vocab
         self.lengths = torch.zeros(count, dtype=torch.long, device=device)
@@ -76,6 +80,7 @@ class Rows:
         self._histories: dict[int, History | None] = {}
         self._floors: dict[int, Floor | None] = {}
         self._constraints: dict[int, Constraint] = {}
+        self._echoes: dict[int, Echo | None] = {}
         self._kept: View | None = None
 
     def view(self, plan: StepPlan) -> View:
@@ -102,6 +107,7 @@ class Rows:
         history = self._histories[start.row] = History(start.prompt, self.vocab) if uses_history(start.params) else None
         floor = self._floors[start.row] = self._floor(start.params)
         self._constraints.pop(start.row, None)
+        self._echoes[start.row] = Echo((*start.prompt, *start.generated)) if self._echo and start.drafts else None
         if start.params.grammar is not None and self._grammars is not None:
             self._constraints[start.row] = self._grammars.start(start.params.grammar)
         # An answer that was interrupted: what was generated is known again before its first chunk is forced.
@@ -125,6 +131,7 @@ class Rows:
         params = [start.params for start in starts]
         drafts = [start.drafts for start in starts]
         constraints = tuple(self._constraints.get(row) for row in plan.rows)
+        echoes = tuple(self._echoes[row] for row in plan.rows)
         return View(
             plan=plan,
             ids=ids,
@@ -140,6 +147,7 @@ class Rows:
             warm=None if all(drafts) else torch.from_numpy(np.flatnonzero(drafts)),
             logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
             constraints=constraints if any(constraints) else (),
+            echoes=echoes if any(echoes) else (),
         )
 
     def advance(self, view: View, path: Path) -> None:
@@ -152,6 +160,9 @@ class Rows:
         for place, floor in enumerate(view.sampling.floors):
             if floor is not None and view.plan.emits[place]:
                 floor.extend(int(path.emitted[place]))
+        for place, echo in enumerate(view.echoes):
+            if echo is not None and view.plan.emits[place]:
+                echo.extend(path.tokens[place, : int(path.emitted[place])].tolist())
         for place, constraint in enumerate(view.constraints):
             if constraint is not None and view.plan.emits[place]:
                 constraint.commit(path.tokens[place, : int(path.emitted[place])].tolist())

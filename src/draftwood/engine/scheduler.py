@@ -32,7 +32,7 @@ class Start:
     pages: tuple[int, ...]
     params: SamplingParams
     prompt: tuple[int, ...]
-    """The whole prompt where penalties count its tokens, else empty."""
+    """The whole prompt where penalties count its tokens or trees may repeat them, else empty."""
     drafts: bool
     """False when nobody will ever want the drafter's context of this row."""
     cached: int = 0
@@ -324,7 +324,7 @@ class Scheduler:
             waited = self.waiting.popleft()
             self.running[seq.request.id] = seq
             params = seq.request.params
-            prompt = seq.request.prompt if params.counts_tokens else ()
+            prompt = seq.request.prompt if params.counts_tokens or seq.budget > 0 else ()
             drafts = seq.budget > 0 or self.prefix is not None and self.plan.block > 0
             yield Start(seq.row, tuple(seq.pages), params, prompt, drafts, seq.cached, waited.generated)
 

@@ -207,7 +207,8 @@ def _grown(parts: Parts, view: View, guesses: Tensor, noise: Tensor | None, plac
     heat = sampling.temperature[places].tolist()
     if view.constraints:
         guesses = guide([view.constraints[place] for place in places], guesses, shared, heat)
-    return grow(guesses, view.roots[places], budgets, heat, shared, parts.options, parts.bigram)
+    echoes = [view.echoes[place] for place in places] if view.echoes else ()
+    return grow(guesses, view.roots[places], budgets, heat, shared, parts.options, parts.bigram, echoes)
 
 
 def guide(constraints: Sequence[Constraint | None], guesses: Tensor, noise: Tensor | None, heat: Sequence[float]) -> Tensor:

@@ -11,9 +11,10 @@ Score of a child x at depth d under a parent that holds token a, with drafter lo
     s(x | a)  = log_softmax_{x in C_d}(z_d(x) + (alpha / T) * PMI(a, x))     depth >= 2 with a table
 
 C_d are the `candidates` (64) tokens of highest z_d. So the table corrects log q before the temperature divides it, and
-the noise comes last. beta is 1 at depth 1 and .75 below: from depth 2 on q_d mixes many paths, and the full noise would
-pick a random component of the mixture instead of its mode. The cumulative sum of s along a path orders the heap. It
-never decides what is committed.
+the noise comes last. Beside a table, tokens that followed the end of the path in the row's own text get a bonus at every
+depth (`spec.echo`; s at depth 1 is then a log_softmax over C_1). beta is 1 at depth 1 and .75 below:
+from depth 2 on q_d mixes many paths, and the full noise would pick a random component of the mixture instead of its mode.
+The cumulative sum of s along a path orders the heap. It never decides what is committed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from draftwood.config import MAX_BUDGET
 from draftwood.spec.bigram import Bigram
+from draftwood.spec.echo import LONGEST, Echo, Tail, loudness
 from draftwood.spec.noise import COLD
 from draftwood.spec.rank import host, top
 
@@ -202,11 +204,13 @@ def grow(
     noise: Tensor | None,
     options: GrowOptions = GrowOptions(),
     bigram: Bigram | None = None,
+    echoes: Sequence[Echo | None] = (),
 ) -> Tree:
     """Grow one tree per row from drafter logits [R, D, V]; index d - 1 holds the prediction for depth d.
 
     roots [R] tokens; budgets [R] most nodes beyond the root, 0..64; temperature [R], 0 (up to COLD) = greedy; noise [R, >=D, V]
-    Gumbel noise, index d - 1 = that of position length + d (rows with temperature 0 ignore theirs), or None.
+    Gumbel noise, index d - 1 = that of position length + d (rows with temperature 0 ignore theirs), or None. echoes [R]: the rows'
+    own texts, of use with a table.
     Equal scores go to the lowest token id, then to the node seen first. NaN logits count as -inf; a row without
     a finite logit at depth 1 stays a root.
     """
@@ -226,7 +230,9 @@ def grow(
         if bigram is None:
             lists: _Marginal = _Marginal(ids[i], scores[i])
         else:
-            lists = _Conditional(ids[i], scores[i], raw[i], bigram, options.alpha / (heat[r] if heat[r] > COLD else 1.0), most)
+            t = heat[r] if heat[r] > COLD else 0.0
+            lists = _Conditional(ids[i], scores[i], raw[i], bigram, options.alpha / (t or 1.0), most)
+            lists.hear(echoes[r] if echoes else None, t)
         rows[r] = _grow_row(lists, first[r], sizes[r], options)
     return _pack(rows, False)
 
@@ -291,13 +297,17 @@ class _Marginal:
         self.depth = len(ids)
         self.lists: list[Children] = list(zip(ids.tolist(), scores.tolist(), strict=True))
 
-    def children(self, depth: int, token: int) -> Children:
-        """Return candidates for depth `depth` + 1 under a node at `depth` that holds `token`."""
+    def tail(self, root: int) -> Tail:
+        """Return the tokens before a root's children that decide about them, the root last."""
+        return (root,)
+
+    def children(self, depth: int, tail: Tail) -> Children:
+        """Return candidates for depth `depth` + 1 under a node at `depth` whose path ends with `tail`."""
         return self.lists[depth]
 
 
 class _Conditional(_Marginal):
-    """Children lists of one row re-ranked by the parent's token; each (depth, token) is computed once, when asked for."""
+    """Children lists of one row re-ranked by the end of the parent's path; each (depth, end) is computed once, when asked for."""
 
     def __init__(
         self,
@@ -314,16 +324,35 @@ class _Conditional(_Marginal):
         every = np.arange(self.depth)[:, None]
         self.ids, self.raw = ids[every, order], raw[every, order]
         self.bigram, self.weight, self.most = bigram, np.float32(weight), most
-        self.known: dict[tuple[int, int], Children] = {}
+        self.known: dict[tuple[int, Tail], Children] = {}
+        self.echo: Echo | None = None
+        self.loudness = 0.0
 
-    def children(self, depth: int, token: int) -> Children:
-        """Return candidates for depth `depth` + 1 under a node at `depth` that holds `token`."""
-        if depth == 0:
+    def hear(self, echo: Echo | None, temperature: float) -> None:
+        """Heed the row's own text, if there is one. temperature: 0 = greedy."""
+        self.echo, self.loudness = echo, loudness(temperature)
+
+    def tail(self, root: int) -> Tail:
+        """Return the end of the row's text, or the root alone where a child's score depends on nothing before its parent."""
+        return (root,) if self.echo is None else self.echo.tail
+
+    def children(self, depth: int, tail: Tail) -> Children:
+        """Return candidates for depth `depth` + 1 under a node at `depth` whose path ends with `tail`."""
+        said, bonus = ((), 0.0) if self.echo is None else self.echo.after(tail)
+        if depth == 0 and not said:
             return self.lists[0]
-        found = self.known.get((depth, token))
+        # Where nothing was said the parent alone decides.
+        key = depth, tail if said else tail[-1:]
+        found = self.known.get(key)
         if found is None:
             ids = self.ids[depth]
-            score = self.bigram.scores(token, ids) * self.weight + self.raw[depth]
+            score = self.raw[depth].copy()
+            if depth > 0:
+                score += self.bigram.scores(tail[-1], ids) * self.weight
+            for token in said:
+                at = int(ids.searchsorted(token))
+                if at < len(ids) and ids[at] == token:
+                    score[at] += bonus * self.loudness
             order = (-score).argsort(kind="stable")[: self.most]
             peak = score[order[0]]
             if peak == -np.inf:
@@ -331,7 +360,7 @@ class _Conditional(_Marginal):
             else:
                 norm = peak + np.log(np.exp(score - peak).sum())
                 found = (ids[order].tolist(), (score[order] - norm).tolist())
-            self.known[depth, token] = found
+            self.known[key] = found
         return found
 
 
@@ -340,6 +369,7 @@ def _grow_row(
 ) -> tuple[list[int], list[int], list[int], list[float]]:
     """Pop up to `budget` nodes in order of cumulative score; return tokens, parents, depths, cumulative scores."""
     tokens, parents, depths, logprob = [root], [-1], [0], [0.0]
+    tails = [lists.tail(root)]
     heap: list[tuple[float, int, int, int, int, float, bool, Children, float]] = []
     refused: list[tuple[int, int, float, bool, Children]] = []
     serial = 0
@@ -360,7 +390,7 @@ def _grow_row(
         key = depths[parent] - 1e9 if first else -total
         heapq.heappush(heap, (key, kids[0][rank], serial, parent, rank, base, spine, kids, total))
 
-    push(0, 0, 0.0, True, lists.children(0, root))
+    push(0, 0, 0.0, True, lists.children(0, tails[0]))
     while len(tokens) <= budget:
         while (not heap or len(tokens) > until) and (step := next(steps, None)):
             until, cap = step
@@ -372,6 +402,7 @@ def _grow_row(
         _, token, _, parent, rank, base, spine, kids, total = heapq.heappop(heap)
         node, depth = len(tokens), depths[parent] + 1
         tokens.append(token)
+        tails.append((*tails[parent], token)[-LONGEST:])
         parents.append(parent)
         depths.append(depth)
         logprob.append(total)
@@ -379,7 +410,7 @@ def _grow_row(
             break
         push(parent, rank + 1, base, spine, kids)
         if depth < lists.depth:
-            push(node, 0, total, spine and rank == 0, lists.children(depth, token))
+            push(node, 0, total, spine and rank == 0, lists.children(depth, tails[node]))
     return tokens, parents, depths, logprob
 
 
