@@ -4,6 +4,7 @@
 // for x's place in shared memory and for the bits.
 #include "fold.cuh"
 #include "../warpgroup.cuh"
+#include "groups.cuh"
 
 #ifndef TILES
 #define TILES 9          // 8-token tiles
@@ -21,20 +22,8 @@
 constexpr int WARPS = (BLOCK + 3) / 4 * 4;             // whole groups of four; those beyond BLOCK multiply zeros
 constexpr int STEP = 2048, XSLOT = TILES * 1024, AHEAD = DEPTH - 2 + XSTEPS, XSLOTS = AHEAD + XSTEPS + 1;
 
-// One K64 step of a warp: its A fragments.
-struct Weights { u32 a[4][4]; };
-__device__ __forceinline__ void fetch(Weights& w, u32 from) {
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    const uint4 v = shared_load16(from + k * 512);
-    w.a[k][0] = v.x; w.a[k][1] = v.y; w.a[k][2] = v.z; w.a[k][3] = v.w;
-  }
-}
-
 // Grid and arguments as linear_wide's: (CLUSTER = S, ceil(n / 8 / TILES), heads * groups), groups = ceil(N / 16 / BLOCK).
 // Shared memory: max(XSLOTS*XSLOT + BLOCK*DEPTH*STEP, TILES*8*(BLOCK*16+4)*4) bytes, x first: its slots start at multiples of 1024.
-// A token's 128 bytes of a step: chunk c = 4b + w holds, for q = 0..3, word w of x[32b + 8q .. +7]: what the four lanes of a B
-// fragment read, in the order of k that the weights have. Copies of 4 bytes a lane put it there; a warp copies a token at once.
 // Copy group g holds the weights of step g and x of step g+XSTEPS-1 (group 0 also the first x); at step s, groups 0..s are
 // complete, and a barrier every XSTEPS steps makes everybody's x visible and says that all products but those of the step before
 // it are done: the tensor cores always have a step to work on.
@@ -62,26 +51,8 @@ linear_gmma(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
   pdl_go();
   if (rows) n = min(n, load_int(rows));
   if (first >= n) { copy_commit(); copy_wait<0>(); return; }                 // the same in every block of a cluster
-  // x: warp w takes tokens w, w + WARPS, ... of the block, a lane two values of each. Tokens that are not there are not copied.
-  constexpr int PASSES = (TILES * 8 + WARPS - 1) / WARPS;
-  const bf16* x = X + head * x_head + (first + warp) * x_stride + low * 64 + lane * 2;
-  const long long pass = WARPS * x_stride;
-  const int live = min(n - first, TILES * 8) - warp, chunk = lane >> 4 << 2 | (lane & 3);
-  const u32 xput = base + warp * 128 + (lane >> 2 & 3) * 4;
-  auto load_x = [&](int step, u32 o) {
-    if (step < steps) {
-      const bool inside = !TAIL || (low + step) * 64 + lane * 2 < K;
-      const bf16* from = x;
-#pragma unroll
-      for (int p = 0; p < PASSES; p++) {
-        const u32 to = xput + o + p * (WARPS * 128) + ((chunk ^ (warp + p * WARPS & 7)) << 4);
-        if (TAIL) { if (p * WARPS < live) copy4_or_zero(inside, to, inside ? from : X); }
-        else copy4_if(p * WARPS < live, to, from);
-        from += pass;
-      }
-    }
-    x += 64;
-  };
+  Tokens<TILES * 8, WARPS> x(X + head * x_head + first * x_stride + low * 64, x_stride, n - first, K - low * 64, base);
+  auto load_x = [&](int step, u32 o) { x.load(step < steps, o); };
 #pragma unroll
   for (int i = 0; i < XSTEPS - 1; i++) load_x(i, i * XSLOT);
 #pragma unroll

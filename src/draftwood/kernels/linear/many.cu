@@ -1,9 +1,10 @@
 // Linear for many tokens by the warp-group products of sm_90: a block has 64 * GROUPS rows of weights and 8 * TILES tokens, and all of K:
 // its segments follow each other and are added up in registers, so nothing is folded between blocks. TOGETHER blocks of a cluster
 // have the same weights and neighbouring tokens: each asks L2 for its part of a step's weights, and all of them get it. See
-// fold.cuh for the law and the layouts, ../warpgroup.cuh for x's place in shared memory, gmma.cu for how it comes there.
+// fold.cuh for the law and the layouts, groups.cuh and ../warpgroup.cuh for x's place in shared memory.
 #include "fold.cuh"
 #include "../warpgroup.cuh"
+#include "groups.cuh"
 #include "pipe.cuh"
 
 #ifndef TILES
@@ -32,15 +33,6 @@
 
 constexpr int WARPS = 4 * GROUPS, BLOCK = WARPS, WSLOT = BLOCK * 2048, XSLOT = TILES * 1024, XSLOTS = XDEPTH + 2;
 constexpr u32 RS = BLOCK * 16 + 4, BARRIERS = XSLOTS * XSLOT + DEPTH * WSLOT;
-
-struct Weights { u32 a[4][4]; };                                       // of a warp: a K64 step of 16 rows
-__device__ __forceinline__ void fetch(Weights& w, u32 from) {
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    const uint4 v = shared_load16(from + k * 512);
-    w.a[k][0] = v.x; w.a[k][1] = v.y; w.a[k][2] = v.z; w.a[k][3] = v.w;
-  }
-}
 
 // Grid: (groups of tokens, a multiple of TOGETHER; 1; heads * groups), groups = ceil(N / 16 / BLOCK). Arguments as linear_wide's.
 // Shared memory: max(BARRIERS + 16 DEPTH, TILES*8*RS*4) bytes.
@@ -75,26 +67,8 @@ linear_many(const unsigned char* W, const bf16* X, void* Y, const bf16* residual
     for (int i = 0; i < DEPTH && i < T; i++) mbarrier_wait(full + 8 * i, 0);
     return;
   }
-  constexpr int PASSES = (TILES * 8 + WARPS - 1) / WARPS;
-  const bf16* x = X + head * x_head + (long long)(first + warp) * x_stride + lane * 2;
-  const long long pass = WARPS * x_stride;
-  const int live = min(n - first, TILES * 8) - warp, chunk = lane >> 4 << 2 | (lane & 3);
-  const u32 xput = base + warp * 128 + (lane >> 2 & 3) * 4;
-  auto load_x = [&](int step, u32 o) {           // step = 0, 1, 2, ...: the pointer runs
-    if (step < T) {
-      const bool inside = !TAIL || step * 64 + lane * 2 < K;
-      const bf16* from = x;
-#pragma unroll
-      for (int p = 0; p < PASSES; p++) {
-        const u32 to = xput + o + p * (WARPS * 128) + ((chunk ^ (warp + p * WARPS & 7)) << 4);
-        if (TAIL) { if (p * WARPS < live) copy4_or_zero(inside, to, inside ? from : X); }
-        else copy4_if(p * WARPS < live, to, from);
-        from += pass;
-      }
-    }
-    x += 64;
-    copy_commit();
-  };
+  Tokens<TILES * 8, WARPS> x(X + head * x_head + first * x_stride, x_stride, n - first, K, base);
+  auto load_x = [&](int step, u32 o) { x.load(step < T, o); copy_commit(); };
 #pragma unroll
   for (int i = 0; i < XDEPTH; i++) load_x(i, i * XSLOT);
   float acc[TILES][4], total[TILES][4];
