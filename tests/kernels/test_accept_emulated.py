@@ -289,7 +289,7 @@ def test_segments_of_a_large_vocabulary_agree_with_the_reference(monkeypatch: py
             assert ref.kept(logits[2], torch.tensor(0.95), torch.tensor(0.0), 0) > 64
             assert not scene.left_open(logits).any()
         with monkeypatch.context() as patch:  # one block reads all segments of a node
-            patch.setattr(op, "_MANY_BLOCKS", 1)
+            patch.setattr(op, "slots", lambda device: 1)
             one, its_scores, _ = scene.run(logits)
         assert torch.equal(one, tokens) and torch.equal(its_scores.view(torch.int32), scores.view(torch.int32))
         without, _, _ = scene.run(logits, logprobs=False)

@@ -124,7 +124,7 @@ def test_candidates_are_the_references_to_the_bit(v: int, dtype: torch.dtype, ki
                 assert same(getattr(few, name), getattr(want, name)), name
         if v > 2 * numbers.SEGMENT or kind != "normal" and v > numbers.SEGMENT:  # one block reads all segments
             with monkeypatch.context() as patch:
-                patch.setattr(op, "_MANY_BLOCKS", 1)
+                patch.setattr(op, "slots", lambda device: 1)
                 for norms in (d, 0) if noisy else (d,):
                     one = op.candidates(
                         logits, heat, budgets, given, op.allocate(r, d, v, "cpu"), seeds if noisy else None, lengths, norms=norms

@@ -1,4 +1,4 @@
-// The choice at each verified node from what `scan` left: a block per node.
+// The choice at each verified node from what `scan` left: a block per node, or a warp if no row of the batch has a filter.
 //
 // Rows without a filter: the best of the segments. With filters: the first 64 of all candidates, in order, usually tell what min-p,
 // top-k and top-p keep; if not, all candidates down to the highest end of a full list do (they are exact that far); if not, the
@@ -6,7 +6,10 @@
 #include "node.cuh"
 #include "../tree/running.cuh"
 
-constexpr int ALL = 32 * TOP, LISTS = ALL / SEGMENT_THREADS;
+#ifndef FILTERS
+#define FILTERS 1        // 0: no row of the batch has min-p, top-k or top-p
+#endif
+constexpr int ALL = 32 * TOP, LISTS = ALL / SEGMENT_THREADS, NODES_OF_BLOCK = 4;       // the last: without filters
 
 // Sum over the block, in every thread.
 template <class T>
@@ -85,11 +88,46 @@ __device__ __forceinline__ void sort_all(u64* keys) {
   __syncthreads();
 }
 
-// Grid (M). choices, scores [M]; where [R][N]: m of each verified node. With fronts (grid (R); null: all nodes): row r's node is
-// front[r], -1: none; next[r] becomes the verified child that holds the choice, or -1.
-extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS)
+// What a node's choice changes. A warp. next: null without fronts.
+struct Results { long long* choices; float* scores; int* where; };
+__device__ __forceinline__ void conclude(const Step& step, int m, int row, int node, u64 key, bool settled, const float2* raw,
+                                         const Results& to, int* next) {
+  const int lane = threadIdx.x & 31, token = key ? (int)choice_id(key) : 0;    // nothing above -inf: token 0
+  if (settled && step.logprobs) {
+    const long long at = m * step.stride + token;
+    const float logit = WIDE ? ((const float*)step.logits)[at] : __bfloat162float(((const bf16*)step.logits)[at]);
+    const float norm = log_sum_exp(raw + (long long)m * step.segments, step.segments);
+    if (lane == 0) to.scores[m] = sub_rn(fmaxf(logit, minus_infinity()), norm);
+  }
+  if (lane == 0) {
+    to.choices[m] = settled ? token : -1;
+    to.where[(long long)row * step.N + node] = m;
+  }
+  if (next && settled) {
+    const int child = next_of({step.parents, step.tokens, step.rows, step.nodes, to.where, step.live, step.N, row, node}, token);
+    if (lane == 0) *next = child;
+  }
+}
+
+// Grid (count), or without filters 4 of them a block. choices, scores [M]; where [R][N]: m of each verified node. With fronts (count = R;
+// null: all nodes, count = M): row r's node is front[r], -1: none; next[r] becomes the verified child that holds the choice, or -1.
+extern "C" __global__ void __launch_bounds__(FILTERS ? SEGMENT_THREADS : 32 * NODES_OF_BLOCK)
 decide(STEP_ARGUMENTS, const float2* raw, const float2* heat,
-       const u64* best, const u64* lists, long long* choices, float* scores, int* where, const int* front, int* next) {
+       const u64* best, const u64* lists, long long* choices, float* scores, int* where, const int* front, int* next, int count) {
+  const Results to = {choices, scores, where};
+#if !FILTERS
+  const Step step = STEP;
+  const int i = blockIdx.x * NODES_OF_BLOCK + threadIdx.x / 32, lane = threadIdx.x & 31;
+  pdl_wait();
+  pdl_go();
+  if (i >= count) return;
+  const int m = front ? load_int(front + i) : i;
+  if (front && lane == 0) next[i] = -1;
+  if (m < 0) return;
+  const long long row = rows[m], node = nodes[m];      // all travel together
+  const u64 key = lane < segments ? best[(long long)m * segments + lane] : 0;
+  if (is_live(step, m)) conclude(step, m, (int)row, (int)node, warp_max_key(key), true, raw, to, front ? next + i : nullptr);
+#else
   __shared__ Running run;
   __shared__ u64 all[ALL], room[SEGMENT_THREADS / 32];
   __shared__ int small[SEGMENT_THREADS / 32], path[LONGEST];
@@ -106,7 +144,7 @@ decide(STEP_ARGUMENTS, const float2* raw, const float2* heat,
   if (!a.filtered) {
     if (tid >= 32) return;
     if (lane < segments) key = best[(long long)m * segments + lane];
-    key = warp_max(key);
+    key = warp_max_key(key);
   } else {
     const u64* mine = lists + (long long)m * segments * TOP;
     u64 some[LISTS], end = 0;                          // end: the highest last key of a full list
@@ -154,15 +192,6 @@ decide(STEP_ARGUMENTS, const float2* raw, const float2* heat,
     for (int w = 0; w < SEGMENT_THREADS / 32; w++) key = max(key, room[w]);
     if (tid >= 32) return;
   }
-  const int token = key ? (int)choice_id(key) : 0;     // nothing above -inf: token 0
-  const float norm = logprobs && settled ? log_sum_exp(raw + (long long)m * segments, segments) : 0.f;
-  if (lane == 0) {
-    choices[m] = settled ? token : -1;
-    where[(long long)a.row * N + a.node] = m;
-    if (logprobs && settled) scores[m] = sub_rn(raw_logit(step, a, token), norm);
-  }
-  if (front && settled) {
-    const int child = next_of(step, a, where, token);
-    if (lane == 0) next[blockIdx.x] = child;
-  }
+  conclude(step, m, a.row, a.node, key, settled, raw, to, front ? next + blockIdx.x : nullptr);
+#endif
 }

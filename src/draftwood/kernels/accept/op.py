@@ -16,6 +16,7 @@ from draftwood.kernels import jit
 from draftwood.kernels.accept.ref import Nodes, Params, Path
 from draftwood.kernels.check import Variant
 from draftwood.kernels.tree.numbers import SEGMENT
+from draftwood.kernels.tree.op import shares, slots
 from draftwood.kernels.tree.ref import TOP
 
 _FOLDER = File(__file__).parent
@@ -24,8 +25,10 @@ _THREADS = {"start": 1024, "scan": 512, "decide": 512, "settle": 1024, "walk": 3
 _BLOCKS = {"start": 1, "scan": 2, "decide": 2, "settle": 1, "walk": 16}
 _SETTLE_BLOCKS = 264
 """Nodes left open are few: two blocks for each multiprocessor look for them."""
-_MANY_BLOCKS = 1056
-"""Four times what a large GPU runs at once."""
+_DECIDED_AT_ONCE = 4
+"""Nodes of a block of `decide` where no row has a filter: a warp has one; decide.cu has the number too."""
+_BLOCK_COST = 1.0
+"""What a block of `scan` costs beyond its segments, in segments: it looks a node's parameters up."""
 _WALKED_BLOCKS = 528
 """Twice what a large GPU runs at once: the nodes that walks have come to share them."""
 FEW_NODES = 40
@@ -76,7 +79,7 @@ def allocate_path(rows: int, width: int, device: torch.device | str) -> Path:
 def _source(entry: str, wide: int = 1, filters: int = 1) -> jit.Source:
     if entry in ("start", "walk"):
         return jit.Source(_FOLDER / "walk.cu", entry)
-    return jit.Source(_FOLDER / f"{entry}.cu", entry, {"WIDE": wide} | ({"FILTERS": filters} if entry == "scan" else {}))
+    return jit.Source(_FOLDER / f"{entry}.cu", entry, {"WIDE": wide} | ({} if entry == "settle" else {"FILTERS": filters}))
 
 
 def variants() -> list[Variant]:
@@ -84,7 +87,8 @@ def variants() -> list[Variant]:
     forms = [(entry, wide, 1) for entry in ("scan", "decide", "settle") for wide in (0, 1)]
     forms += [("start", 1, 1), ("walk", 1, 1)]
     found = [Variant(_source(*form), _THREADS[form[0]], blocks=_BLOCKS[form[0]]) for form in forms]
-    return found + [Variant(_source("scan", wide, 0), _THREADS["scan"], blocks=_BLOCKS["scan"]) for wide in (0, 1)]
+    found += [Variant(_source("scan", wide, 0), _THREADS["scan"], blocks=_BLOCKS["scan"]) for wide in (0, 1)]
+    return found + [Variant(_source("decide", wide, 0), 32 * _DECIDED_AT_ONCE, blocks=8) for wide in (0, 1)]
 
 
 @functools.cache
@@ -129,7 +133,7 @@ def choose(
     )  # fmt: skip
     b, (r, n) = buffers, at.tokens.shape
     fronts: list[tuple[Tensor | np.uint64, Tensor | np.uint64]] = [(_NULL, _NULL)]
-    nodes, grid = m, (_spread(segments, m), m)
+    nodes, grid = m, (shares(segments, m, slots(logits.device), _BLOCK_COST), m)
     if levels is not None and levels > 1 and m > few_nodes * levels:
         nodes, grid = r, (max(r, _WALKED_BLOCKS), 1)
         fronts = [(b.front[i % 2], b.front[(i + 1) % 2]) for i in range(levels)]
@@ -143,20 +147,16 @@ def choose(
         _kernel("scan", wide, device, int(filters))(
             grid, _THREADS["scan"], (*step, front, np.int32(r), b.raw, b.heat, b.best, b.lists), pdl=pdl
         )
-        _kernel("decide", wide, device)(
-            nodes, _THREADS["decide"], (*step, b.raw, b.heat, b.best, b.lists, *decided, b.where, front, after), pdl=pdl
-        )
+        _kernel("decide", wide, device, int(filters))(
+            nodes if filters else -(-nodes // _DECIDED_AT_ONCE), _THREADS["decide"] if filters else 32 * _DECIDED_AT_ONCE,
+            (*step, b.raw, b.heat, b.best, b.lists, *decided, b.where, front, after, np.int32(nodes)), pdl=pdl,
+        )  # fmt: skip
         if filters:
             _kernel("settle", wide, device)(
                 min(nodes, _SETTLE_BLOCKS), _THREADS["settle"],
                 (*step, b.raw, b.heat, b.lists, *decided, b.where, front, after, np.int32(nodes)), pdl=pdl,
             )  # fmt: skip
     return decided
-
-
-def _spread(segments: int, nodes: int) -> int:
-    """Blocks that share a node's segments: all at once for few nodes; else a block looks the node's parameters up for several."""
-    return next((n for n in (segments, -(-segments // 2), -(-segments // 5)) if n * nodes <= _MANY_BLOCKS), -(-segments // 10))
 
 
 def walk(

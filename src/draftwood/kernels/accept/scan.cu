@@ -26,6 +26,7 @@ struct Found {
   u64 key[MOST][SEGMENT_WARPS];                        // and the keys of the warps' choices
 };
 
+__device__ __noinline__ u64 noisy_key(float z, u32 bits, int token) { return rank_key(add_rn(z, gumbel(bits)), token); }
 // This warp's best key of z + gumbel, or 0 if the block has found better. most: the highest of v. floor: the order of a value that the
 // block's choice reaches. sampled: that has been drawn; else each lane draws for its highest token first.
 __device__ __forceinline__ u64 best_drawn(const float (&v)[PER], float most, int s, const Node& a, u32 floor, bool sampled) {
@@ -37,25 +38,26 @@ __device__ __forceinline__ u64 best_drawn(const float (&v)[PER], float most, int
     mine = drawn_key(a, most, token_of(s, which));
     floor = max(floor, warp_max_u32((u32)(mine >> 32)));
   }
-  const float least = value_of(floor);
-  u32 mask = 0;                                        // bit j: v[j] may win
 #pragma unroll
   for (int q = 0; q < PER / 4; q++) {
-    const float high = fmaxf(fmaxf(v[4 * q], v[4 * q + 1]), fmaxf(v[4 * q + 2], v[4 * q + 3]));
+    const float high = fmaxf(fmaxf(v[4 * q], v[4 * q + 1]), fmaxf(v[4 * q + 2], v[4 * q + 3])), least = value_of(floor);
     if (!__ballot_sync(ALL_LANES, add_rn(high, MOST_NOISE) >= least)) continue;
-    const Bits bits = philox((u32)token_of(s, 4 * q) >> 2, a.position, a.seed);
-    const u32 bound = allowed_bits(high, least, 1.f);
+    const int token = token_of(s, 4 * q);
+    const Bits bits = philox((u32)token >> 2, a.position, a.seed);
+    const Reach reach = reach_of(least, 1.f);
+    u32 hits = 0;
 #pragma unroll
-    for (int e = 0; e < 4; e++) mask |= (u32)(bits.word[e] <= bound) << (4 * q + e);
-  }
+    for (int e = 0; e < 4; e++) hits |= (u32)may_reach(reach, v[4 * q + e], bits.word[e]) << e;
+    if (!__ballot_sync(ALL_LANES, hits != 0)) continue;
 #pragma unroll 1
-  while (__ballot_sync(ALL_LANES, mask != 0)) {        // few: a token of each lane at a time
-    const int which = __popc((mask & (0u - mask)) - 1);
-    float z = minus_infinity();
-#pragma unroll
-    for (int j = 0; j < PER; j++) if (j == which) z = v[j];
-    mine = max(mine, drawn_key(a, z, token_of(s, which & (PER - 1))));
-    mask &= mask - 1;
+    do {                                               // of each lane one at a time
+      if (hits) {
+        const Hit hit = first_hit(hits, bits, v[4 * q], v[4 * q + 1], v[4 * q + 2], v[4 * q + 3]);
+        mine = max(mine, noisy_key(hit.value, hit.bits, token + hit.which));
+      }
+      hits &= hits - 1;
+    } while (__ballot_sync(ALL_LANES, hits != 0));
+    floor = max(floor, warp_max_u32((u32)(mine >> 32)));
   }
   return warp_max_key(mine);
 }
@@ -111,17 +113,14 @@ scan(STEP_ARGUMENTS, const int* front, int R, float2* raw, float2* heat, u64* be
   __syncthreads();
   const int m = share.m;
   if (!is_live(step, m)) return;
+  const void* row = WIDE ? (const void*)((const float*)logits + m * stride) : (const void*)((const bf16*)logits + m * stride);
 #pragma unroll 1
   for (int s = share.first, i = 0; s < segments; s += share.every, i++) {
     float v[PER];
     {
       Eight<WIDE != 0> held[CHUNKS];                   // the logits travel while the node's parameters are looked up
-#pragma unroll
-      for (int c = 0; c < CHUNKS; c++) {
-        const int at = chunk_token(s, c);
-        held[c] = at < V ? fetch_logits<WIDE != 0>(logits, m * stride + at) : no_logits<WIDE != 0>();
-      }
-      ask_ahead<WIDE != 0>(logits, m * stride, s + share.every, V);
+      fetch_segment(held, row, s, V);
+      ask_ahead<WIDE != 0>(row, s + share.every, V);
       if (i == 0) prepare(a, step, m, path);           // with a barrier
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) {
@@ -182,7 +181,7 @@ scan(STEP_ARGUMENTS, const int* front, int R, float2* raw, float2* heat, u64* be
       begin(run);
       __syncthreads();
       take_values(run, v, most, s);
-      cut(run);
+      finish(run);
       if (tid < TOP) lists[((long long)m * TOP + tid) * segments + s] = run.top[tid];
       continue;
     }

@@ -19,21 +19,12 @@ constexpr bool AHEAD = !WIDE;                          // a segment ahead in reg
 
 // One row of logits and how they become z.
 struct Row {
-  const void* logits;
-  long long from;                                      // of token 0, elements
+  const void* logits;                                  // of token 0
   float heat, scale;
   u64 seed;
   u32 position;
-  bool heated, noisy;
+  bool heated, noisy;                                  // divided by heat; with noise (at scale 0 the noise is 0)
 };
-// This thread's tokens of segment s, -inf beyond the vocabulary.
-__device__ __forceinline__ void fetch(Eight<WIDE != 0> (&held)[CHUNKS], const Row& row, int s, int V) {
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++) {
-    const int at = chunk_token(s, c);
-    held[c] = at < V ? fetch_logits<WIDE != 0>(row.logits, row.from + at) : no_logits<WIDE != 0>();
-  }
-}
 __device__ __forceinline__ float noise_of(u32 token, u32 position, u64 seed, float scale) {
   const Bits bits = philox(token >> 2, position, seed);
   const u32 word = token & 2 ? (token & 1 ? bits.word[3] : bits.word[2]) : (token & 1 ? bits.word[1] : bits.word[0]);
@@ -42,43 +33,41 @@ __device__ __forceinline__ float noise_of(u32 token, u32 position, u64 seed, flo
 // The key of one token, from the logits. Few tokens come here: it is read again.
 __device__ __forceinline__ u64 key_of(const Row& row, int token, int V) {
   if (token >= V) return 0;
-  const long long at = row.from + token;
-  float z = WIDE ? ((const float*)row.logits)[at] : __bfloat162float(((const bf16*)row.logits)[at]);
+  float z = WIDE ? ((const float*)row.logits)[token] : __bfloat162float(((const bf16*)row.logits)[token]);
   z = fminf(fmaxf(z, minus_infinity()), 1e30f);
   if (row.heated) z = divide_any(z, row.heat);
   if (row.noisy) z = add_rn(z, noise_of(token, row.position, row.seed, row.scale));
   return rank_key(z, token);
 }
 
-// Where only the best count and scale > 0: bit j of the result is set if v[j] + scale * noise may reach `least`. That allows only noise
-// of few bits: one power of two for four tokens, then integer comparisons.
-__device__ __forceinline__ u32 may_reach(const Row& row, const float (&v)[PER], int s, float least) {
-  const float turn = row.scale > 1e-6f ? divide(1.f, row.scale) : 1e30f;       // less noise is within the slack
-  u32 mask = 0;
+__device__ __forceinline__ void put_drawn(Running& run, float value, u32 bits, float scale, int token, u32 bound) {
+  const u64 key = rank_key(add_rn(value, mul_rn(gumbel(bits), scale)), token);
+  if (key && (u32)(key >> 32) >= bound) put(run, key);
+}
+// Where only the best count and scale > 0: puts the keys of v + scale * noise that reach the bound. Noise is found of the few tokens
+// alone whose bits may be enough.
+__device__ __forceinline__ void put_noisy(Running& run, const Row& row, const float (&v)[PER], int s) {
+  const u32 bound = run.bound;
+  const Reach reach = reach_of(least_of(bound), row.scale);
 #pragma unroll
   for (int q = 0; q < PER / 4; q++) {
-    const float high = fmaxf(fmaxf(v[4 * q], v[4 * q + 1]), fmaxf(v[4 * q + 2], v[4 * q + 3]));
-    const u32 allowed = allowed_bits(high, least, turn);
-    const Bits bits = philox((u32)token_of(s, 4 * q) >> 2, row.position, row.seed);
+    const int token = token_of(s, 4 * q);
+    const Bits bits = philox((u32)token >> 2, row.position, row.seed);
+    u32 hits = 0;
 #pragma unroll
-    for (int e = 0; e < 4; e++) mask |= (u32)(bits.word[e] <= allowed) << (4 * q + e);
-  }
-  return mask;
-}
-// Puts the keys of those that do reach it: a token of each lane at a time. Which tokens the mask has too many changes nothing.
-__device__ __forceinline__ void put_noisy(Running& run, const Row& row, u32 mask, int s, int V) {
-  const u32 bound = run.bound;
+    for (int e = 0; e < 4; e++) hits |= (u32)may_reach(reach, v[4 * q + e], bits.word[e]) << e;
 #pragma unroll 1
-  while (__ballot_sync(ALL_LANES, mask != 0)) {
-    if (mask) {
-      const u64 key = key_of(row, token_of(s, __popc((mask & (0u - mask)) - 1)), V);
-      mask &= mask - 1;
-      if (key && (u32)(key >> 32) >= bound) put(run, key);
+    while (__ballot_sync(ALL_LANES, hits != 0)) {      // of each lane one at a time
+      if (hits) {
+        const Hit hit = first_hit(hits, bits, v[4 * q], v[4 * q + 1], v[4 * q + 2], v[4 * q + 3]);
+        put_drawn(run, hit.value, hit.bits, row.scale, token + hit.which, bound);
+      }
+      hits &= hits - 1;
     }
   }
 }
 // A segment had more keys than the list holds (ties): again, one key a thread at a time. Rare. before: how many were in the list.
-__device__ __noinline__ void put_again(Running& run, u32 before, Row row, int s, int V) {
+__device__ __noinline__ void put_again(Running& run, u32 before, const Row& row, int s, int V) {
   __syncthreads();
   if (threadIdx.x == 0) run.count = before;
   __syncthreads();
@@ -97,27 +86,30 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
        const long long* seeds, const long long* lengths, const int* budgets, const int* rows, u64* keys, float2* sums, int V,
        int segments, int norms) {
   __shared__ Running run;
+  __shared__ Row row;                                  // not in registers, of which there are none to spare
   __shared__ u32 peaks[MOST];
   __shared__ float parts[MOST][SEGMENT_THREADS / 32];
   const int d = blockIdx.y, r = blockIdx.z, tid = threadIdx.x, every = gridDim.x;
   pdl_wait();
   pdl_go();
   const int budget = load_int(budgets + r), live = rows ? load_int(rows) : r + 1;
-  Row row = {logits, r * row_stride + d * depth_stride, temperature[r], beta[d], seeds ? (u64)seeds[r] : 0,
-             seeds ? (u32)(lengths[r] + 1 + d) : 0, false, false};
+  const float heat = temperature[r], scale = beta[d];
+  const u64 seed = seeds ? (u64)seeds[r] : 0;
+  const u32 position = seeds ? (u32)(lengths[r] + 1 + d) : 0;
   if (r >= live || budget <= 0) return;
-  row.heated = row.heat > COLD && row.heat != 1.f;
-  row.noisy = row.heat > COLD && seeds && row.scale > 0.f;                     // at scale 0 the noise is 0
+  const long long from = r * row_stride + d * depth_stride;
+  const void* tokens = WIDE ? (const void*)((const float*)logits + from) : (const void*)((const bf16*)logits + from);
   const bool summed = d < norms;
   Eight<WIDE != 0> held[CHUNKS];
-  fetch(held, row, blockIdx.x, V);
+  fetch_segment(held, tokens, blockIdx.x, V);
+  if (tid == 0) row = {tokens, heat, scale, seed, position, heat > COLD && heat != 1.f, heat > COLD && seeds && scale > 0.f};
   begin(run);
   if (tid < MOST) peaks[tid] = 0;
   __syncthreads();
-  u32 before = 0;                                      // keys in the list when the segment before this one put its own
+  u32 before = 0, many = GROUPS;                       // keys in the list when the last segment put its own; the bound is due above
 #pragma unroll 1
   for (int s = blockIdx.x, i = 0; s < segments; s += every, i++) {
-    float v[PER];
+    float v[PER], highest = highest_of(held);
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       float x[8];
@@ -125,9 +117,8 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
 #pragma unroll
       for (int e = 0; e < 8; e++) v[c * 8 + e] = x[e];
     }
-    if (AHEAD) fetch(held, row, s + every, V);
-    else ask_ahead<WIDE != 0>(logits, row.from, s + every, V);
-    float highest = highest_of(v);
+    if (AHEAD && s + every < segments) fetch_segment(held, tokens, s + every, V);
+    if (!AHEAD) ask_ahead<WIDE != 0>(tokens, s + every, V);
     if (highest > 1e30f) {
 #pragma unroll
       for (int j = 0; j < PER; j++) v[j] = v[j] > 1e30f ? 1e30f : v[j];
@@ -156,8 +147,10 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
     if (summed) warp_exp_sum(v, value_of(peaks[i]), parts[i]);
     __syncthreads();
     if (n > MOST_KEYS) put_again(run, before, row, s - every, V);
-    else if (n > MANY_KEYS) cut(run);
+    else if (n > MANY_KEYS) finish(run);
+    else if (n > many) tighten(run, n);
     before = n > MANY_KEYS ? (u32)TOP : n;
+    if (n > min(many, (u32)MANY_KEYS)) many = before + MORE_KEYS;
     const bool sampled = row.noisy && !summed;         // noise is found where it can matter only
     if (known <= 1) {
       float z = highest;
@@ -169,14 +162,13 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
       }
       find_bound(run, (u32)(rank_key(z, 0) >> 32));
     }
-    if (sampled) put_noisy(run, row, may_reach(row, v, s, least_of(run.bound)), s, V);
+    if (sampled) put_noisy(run, row, v, s);
     else put_values(run, v, highest, s);
-    if (!AHEAD) fetch(held, row, s + every, V);
+    if (!AHEAD && s + every < segments) fetch_segment(held, tokens, s + every, V);
   }
   __syncthreads();
-  const int last = blockIdx.x + (segments - 1 - (int)blockIdx.x) / every * every;
-  if (run.count > MOST_KEYS) put_again(run, before, row, last, V);
-  cut(run);
+  if (run.count > MOST_KEYS) put_again(run, before, row, blockIdx.x + (segments - 1 - (int)blockIdx.x) / every * every, V);
+  finish(run);
   if (tid < TOP) keys[((((long long)r * gridDim.y + d) * TOP) + tid) * every + blockIdx.x] = run.top[tid];
   const int s = blockIdx.x + tid * every;
   if (summed && s < segments) {

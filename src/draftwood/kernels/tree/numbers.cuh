@@ -73,7 +73,7 @@ __device__ __forceinline__ float exp_of(float x) {
 // -log(x) of a positive, normal x: 2 artanh(f / (2 + f)), x = (1 + f) 2^k, f within [sqrt(1/2) - 1, sqrt(2) - 1).
 __device__ __forceinline__ float minus_log(float x) {
   const int offset = (int)(__float_as_uint(x) - 0x3F3504F3u);                // 0x3F3504F3: sqrt(1/2)
-  const float k = (float)(offset >> 23);
+  const float k = sub_rn(__uint_as_float(0x4B400000u + (u32)(offset >> 23)), 12582912.f);    // a conversion takes four times as long
   const float f = sub_rn(__uint_as_float((offset & 0x7FFFFF) + 0x3F3504F3u), 1.f);
   float s = divide(f, add_rn(f, 2.f));
   const float t = mul_rn(s, s);
@@ -114,8 +114,6 @@ __device__ __forceinline__ float gumbel(u32 bits) {
   }
   return minus_log(e);
 }
-// Never below gumbel(bits), and a few instructions: gumbel <= -log(w) <= (leading zeros + 1) log 2; the rest covers rounding.
-__device__ __forceinline__ float gumbel_bound(u32 bits) { return (leading_zeros(bits) + 1) * 0.6931473f + 1e-3f; }
 
 // A key that orders as (value descending, id ascending); 0 for what may never be chosen (-inf; callers turn NaN into -inf).
 __device__ __forceinline__ u64 rank_key(float v, u32 id) {
@@ -129,6 +127,16 @@ __device__ __forceinline__ float key_value(u64 key) {
 __device__ __forceinline__ void no_nan(float (&v)[8]) {                      // NaN becomes -inf
 #pragma unroll
   for (int e = 0; e < 8; e++) v[e] = fmaxf(v[e], minus_infinity());
+}
+// Of two pairs of bf16 the larger ones; a number rather than NaN.
+__device__ __forceinline__ u32 max_bf16(u32 a, u32 b) {
+#ifdef EMULATION
+  return __float_as_uint(fmaxf(high_float(a), high_float(b))) | __float_as_uint(fmaxf(low_float(a), low_float(b))) >> 16;
+#else
+  u32 most;
+  asm("max.bf16x2 %0,%1,%2;" : "=r"(most) : "r"(a), "r"(b));
+  return most;
+#endif
 }
 // 8 values from token `at` on (a multiple of 8) of a row of logits in bf16 or fp32, as they lie there.
 template <bool FLOAT32> struct Eight { uint4 word[FLOAT32 ? 2 : 1]; };
@@ -162,6 +170,24 @@ __device__ __forceinline__ void as_floats(float (&v)[8], const Eight<FLOAT32>& g
   } else {
     unpack8(v, got.word[0]);
   }
+}
+// The largest of all.
+template <bool FLOAT32, int N>
+__device__ __forceinline__ float highest_of(const Eight<FLOAT32> (&got)[N]) {
+  float most = minus_infinity();
+  u32 pair = 0xff80ff80u;
+#pragma unroll
+  for (int i = 0; i < N; i++)
+#pragma unroll
+    for (int k = 0; k < (FLOAT32 ? 2 : 1); k++) {
+      const uint4 w = got[i].word[k];
+      if constexpr (FLOAT32) {
+        most = fmaxf(most, fmaxf(fmaxf(__uint_as_float(w.x), __uint_as_float(w.y)), fmaxf(__uint_as_float(w.z), __uint_as_float(w.w))));
+      } else {
+        pair = max_bf16(pair, max_bf16(max_bf16(w.x, w.y), max_bf16(w.z, w.w)));
+      }
+    }
+  return FLOAT32 ? most : fmaxf(low_float(pair), high_float(pair));
 }
 template <bool FLOAT32>
 __device__ __forceinline__ void logits_of(float (&v)[8], const Eight<FLOAT32>& got) {          // NaN as -inf

@@ -5,6 +5,7 @@ Nothing waits for the host."""
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +23,8 @@ _NULL = np.uint64(0)
 MOST_ROWS, MOST_DEPTH, MOST_VOCAB = 65535, 15, 32 * SEGMENT
 _THREADS = {"pick": 512, "merge": 512, "rank_children": 256, "grow": 128, "flatten": 128}
 _GROW_TABLE_THREADS = 512
-_MANY_BLOCKS = 1056
-"""Four times what a large GPU runs at once."""
+_BLOCK_COST = 4.0
+"""What a block of `pick` costs beyond its segments, in segments: until it has a good bound, many tokens come into its list."""
 _GROW_HELD = 16
 """Children of a node that growth with a table has at hand; more of them take another form (SPECIAL in grow.cu)."""
 _GROW_SHARED = (22_528, 86_016)
@@ -179,7 +180,7 @@ def candidates(
         return buffers.found
     found, arg, device = buffers.found, np.int32, logits.device.index or 0
     segments = -(-v // SEGMENT)
-    parts, live = _parts(segments, r * d), _NULL if rows is None else rows
+    parts, live = shares(segments, r * d, slots(logits.device), _BLOCK_COST), _NULL if rows is None else rows
     _kernel("pick", int(logits.dtype == torch.float32), device)(
         (parts, d, r), _THREADS["pick"],
         (logits, np.int64(logits.stride(0)), np.int64(logits.stride(1)), temperature, given.beta,
@@ -196,10 +197,24 @@ def candidates(
     return found
 
 
-def _parts(segments: int, lists: int) -> int:
-    """Blocks that share the segments of each of so many lists of logits: all at once for few lists; for more a block reads several
-    segments, and the bound on what may be a candidate, once known, serves them all."""
-    return next((n for n in (segments, -(-segments // 2), -(-segments // 5)) if n * lists <= _MANY_BLOCKS), -(-segments // 10))
+@functools.cache
+def slots(device: torch.device) -> int:
+    """How many blocks of 512 threads a device runs at once: two on a multiprocessor (on a CPU, for tests: an H200's)."""
+    return 2 * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132)
+
+
+@functools.cache
+def shares(segments: int, lists: int, at_once: int, block_cost: float) -> int:
+    """How many blocks share the segments of each of so many lists of logits, of which `at_once` run at a time.
+
+    A block costs `block_cost` segments beyond its own. A few rounds of blocks end together; many blur.
+    """
+
+    def cost(blocks: int) -> float:
+        rounds = blocks * lists / at_once
+        return (math.ceil(rounds) if rounds <= 3 else rounds) * (-(-segments // blocks) + block_cost)
+
+    return min(sorted({-(-segments // most) for most in range(1, segments + 1)}), key=cost)
 
 
 def grow(

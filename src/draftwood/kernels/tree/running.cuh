@@ -1,13 +1,15 @@
 // The 64 highest keys of what a block reads, one segment after another. Keys are distinct, except 0, which means nothing.
 //
 // A bound that at least 64 keys reach lets nearly all tokens go by one comparison of values. At first it is the 64th highest of 128
-// groups' highest values; later, when the list of what reached it grows long, the 64th of the list. What the bound is and the order
-// of the list change nothing: ranks among distinct keys are what they are.
+// groups' highest values; as the list of what reached it grows, the same of the list. Ranking is quadratic, so only the few keys that
+// reach the last bound are ranked, at the end. What the bound is and the order of the list change nothing: ranks among distinct keys
+// are what they are.
 #pragma once
 #include "segment.cuh"
 
 constexpr int TOP = 64, GROUPS = 128, SHARE = SEGMENT_THREADS / GROUPS;
-constexpr int MOST_KEYS = TOP + SEGMENT_THREADS, MANY_KEYS = 128;              // room of the list; it is cut above MANY_KEYS
+constexpr int MOST_KEYS = TOP + SEGMENT_THREADS, MANY_KEYS = 384;              // room of the list; it is cut above MANY_KEYS
+constexpr int MORE_KEYS = 96;                                                  // growth of the list after which the bound is found anew
 constexpr float LOWEST = -3.4028235e38f;                                       // above -inf
 
 struct Running {
@@ -20,6 +22,45 @@ struct Running {
 __device__ __forceinline__ void begin(Running& run) { if (threadIdx.x == 0) run.bound = run.count = 0; }
 __device__ __forceinline__ float least_of(u32 bound) { return bound > 1 ? key_value((u64)bound << 32) : LOWEST; }
 
+// mine: the order of a value that this thread's keys reach (1 or less: none do). run.bound: one that at least 64 keys reach, 1 if fewer
+// than 64 groups of threads have any. All threads of the block call it; it ends with a barrier.
+__device__ __noinline__ void find_bound(Running& run, u32 mine) {
+  const int tid = threadIdx.x;
+  run.maxima[tid] = mine;
+  if (tid == 0) run.bound = 1;
+  __syncthreads();
+  if (tid < GROUPS) {
+    u32 most = run.maxima[tid];
+#pragma unroll
+    for (int k = 1; k < SHARE; k++) most = max(most, run.maxima[tid + k * GROUPS]);
+    run.group[tid] = most;
+  }
+  __syncthreads();
+  const u32 g = run.group[tid / SHARE];
+  int reach = 0;                                       // groups that reach this one's; four threads share it
+#pragma unroll
+  for (int i = 4 * (tid % SHARE); i < GROUPS; i += 4 * SHARE) {
+    const uint4 some = *reinterpret_cast<const uint4*>(run.group + i);
+    reach += (some.x >= g) + (some.y >= g) + (some.z >= g) + (some.w >= g);
+  }
+  static_assert(SHARE == 4, "as many threads as a group has");
+  reach += __shfl_xor_sync(ALL_LANES, reach, 1);
+  reach += __shfl_xor_sync(ALL_LANES, reach, 2);
+  const u32 best = warp_max_u32(reach >= TOP ? g : 1);
+  if ((tid & 31) == 0) raise(&run.bound, best);
+  __syncthreads();
+}
+// The bound by the list, of which there are at least 128. All threads; it ends with a barrier.
+__device__ __forceinline__ void tighten(Running& run, int n) {
+  const int tid = threadIdx.x;
+  u64 key = tid < n ? run.list[tid] : 0;
+  if (tid + SEGMENT_THREADS < n) key = max(key, run.list[tid + SEGMENT_THREADS]);
+  find_bound(run, (u32)(key >> 32));
+}
+__device__ __forceinline__ void put(Running& run, u64 key) {
+  const u32 at = count_up(&run.count, 1);
+  if (at < MOST_KEYS) run.list[at] = key;
+}
 // Rank all keys of the list and keep the 64 highest: run.top, the list's beginning, and the bound if there are as many. All threads.
 __device__ __noinline__ void cut(Running& run) {
   const int tid = threadIdx.x, n = run.count, share = n <= 128 ? 4 : n <= 256 ? 2 : 1, part = tid & (share - 1);       // threads of a key
@@ -52,39 +93,20 @@ __device__ __noinline__ void cut(Running& run) {
   __syncthreads();
 }
 
-// mine: the order of a value that this thread's keys reach (1 or less: none do). run.bound: one that at least 64 keys reach, 1 if fewer
-// than 64 groups of threads have any. All threads of the block call it; it ends with a barrier.
-__device__ __noinline__ void find_bound(Running& run, u32 mine) {
-  const int tid = threadIdx.x, at = tid / SHARE;
-  run.maxima[tid] = mine;
-  if (tid == 0) run.bound = 1;
-  __syncthreads();
-  if (tid < GROUPS) {
-    u32 most = run.maxima[tid];
-#pragma unroll
-    for (int k = 1; k < SHARE; k++) most = max(most, run.maxima[tid + k * GROUPS]);
-    run.group[tid] = most;
+// run.top: the 64 highest of the list. All threads; nobody puts in more.
+__device__ __noinline__ void finish(Running& run) {
+  const int tid = threadIdx.x, n = run.count;
+  if (n > GROUPS) {
+    tighten(run, n);
+    const u64 key = tid < n ? run.list[tid] : 0, other = tid + SEGMENT_THREADS < n ? run.list[tid + SEGMENT_THREADS] : 0;
+    __syncthreads();
+    if (tid == 0) run.count = 0;
+    __syncthreads();
+    if ((u32)(key >> 32) >= run.bound) put(run, key);
+    if ((u32)(other >> 32) >= run.bound) put(run, other);
+    __syncthreads();
   }
-  __syncthreads();
-  const u32 g = run.group[at];
-  int rank = 0;                                        // of a group: higher ones, and equal ones before it; four threads share it
-#pragma unroll 4
-  for (int i = 4 * (tid % SHARE); i < GROUPS; i += 4 * SHARE) {
-    alignas(16) u32 some[4];
-    *reinterpret_cast<uint4*>(some) = *reinterpret_cast<const uint4*>(run.group + i);
-#pragma unroll
-    for (int k = 0; k < 4; k++) rank += some[k] > g || (some[k] == g && i + k < at);
-  }
-  static_assert(SHARE == 4, "as many threads as a group has");
-  rank += __shfl_xor_sync(ALL_LANES, rank, 1);
-  rank += __shfl_xor_sync(ALL_LANES, rank, 2);
-  if (g > 1 && rank == TOP - 1) run.bound = g;         // one group's threads; they agree
-  __syncthreads();
-}
-
-__device__ __forceinline__ void put(Running& run, u64 key) {
-  const u32 at = count_up(&run.count, 1);
-  if (at < MOST_KEYS) run.list[at] = key;
+  cut(run);
 }
 // Where a segment has more keys than the list holds (ties): one key a thread at a time. Rare.
 __device__ __noinline__ void put_and_cut(Running& run, u64 key) {

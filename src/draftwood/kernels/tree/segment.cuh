@@ -12,26 +12,35 @@ __device__ __forceinline__ int token_of(int s, int j) { return chunk_token(s, j 
 #ifdef EMULATION
 inline void raise(u32* p, u32 v) { *p = max(*p, v); }
 inline void lower(u32* p, u32 v) { *p = min(*p, v); }
-inline u32 up_to(float v) { return v >= 4294967040.f ? ~0u : (u32)v; }
 #else
 __device__ __forceinline__ void raise(u32* p, u32 v) { atomicMax(p, v); }      // integers: their maximum has no order
 __device__ __forceinline__ void lower(u32* p, u32 v) { atomicMin(p, v); }
-__device__ __forceinline__ u32 up_to(float v) { return __float2uint_rz(v); }   // beyond the integers: the largest
 #endif
 
 __device__ __forceinline__ float value_of(u32 order) { return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order); }
 __device__ __forceinline__ u32 order_of(float v) { return float_order(fmaxf(v, minus_infinity())); }     // NaN: as -inf
 
-// Ask L2 for this thread's tokens of a segment, so that they come faster when it is their turn.
+// This thread's tokens of segment s of a row of V logits, -inf beyond them. row: of token 0.
 template <bool FLOAT32>
-__device__ __forceinline__ void ask_ahead(const void* logits, long long row, int s, int V) {
-#ifndef EMULATION
+__device__ __forceinline__ void fetch_segment(Eight<FLOAT32> (&held)[CHUNKS], const void* row, int s, int V) {
+  constexpr int SIZE = FLOAT32 ? 4 : 2;
+  const char* from = (const char*)row + (long long)chunk_token(s, 0) * SIZE;
+  const bool whole = (s + 1) * SEGMENT <= V;           // all but the last are
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
-    const int at = chunk_token(s, c);
-    const void* from = FLOAT32 ? (const void*)((const float*)logits + row + at) : (const void*)((const bf16*)logits + row + at);
-    if (at < V) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+    const bool there = whole || chunk_token(s, c) < V;
+    held[c] = there ? fetch_logits<FLOAT32>(from + c * (SEGMENT / CHUNKS * SIZE), 0) : no_logits<FLOAT32>();
   }
+}
+// Ask L2 for them, so that they come faster when it is their turn.
+template <bool FLOAT32>
+__device__ __forceinline__ void ask_ahead(const void* row, int s, int V) {
+#ifndef EMULATION
+  constexpr int SIZE = FLOAT32 ? 4 : 2;
+  const char* from = (const char*)row + (long long)chunk_token(s, 0) * SIZE;
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++)
+    if (chunk_token(s, c) < V) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + c * (SEGMENT / CHUNKS * SIZE)));
 #endif
 }
 
@@ -70,12 +79,23 @@ __device__ __forceinline__ float sum_of(const float* sums) {                   /
   return sum;
 }
 
-// z + gumbel(bits) / turn with z <= high reaches `least` only for bits up to this: gumbel <= -log((bits + 1/2) / 2^32). The slack covers
-// rounding.
-__device__ __forceinline__ u32 allowed_bits(float high, float least, float turn) {
-  const float gap = mul_rn(add_rn(sub_rn(high, least), fma_rn(fabsf(least), 1e-6f, 0.01f)), turn);
-  const u32 some = up_to(mul_rn(exp2_fast(mul_rn(gap, 1.44269504f)), 4294967296.f));
-  return high >= least ? ~0u : high > minus_infinity() ? some : 0;
+// What value + scale * gumbel needs to reach a bound. gumbel <= -log((bits + 1/2) / 2^32), so only few bits reach far: those up to
+// 2^32 exp((value - bound) / scale). The slack covers rounding; less noise than a millionth is within it.
+struct Reach { float from, turn; };
+__device__ __forceinline__ Reach reach_of(float bound, float scale) {
+  return {sub_rn(bound, fma_rn(fabsf(bound), 1e-6f, 0.01f)), scale > 1e-6f ? divide(1.44269504f, scale) : 1e30f};
+}
+// False only if it does not reach: 1 + (bits / 2^32) rounded down is compared with 1 + that power, for no integer is made of it so.
+__device__ __forceinline__ bool may_reach(const Reach& reach, float value, u32 bits) {
+  const float cut = add_rn(1.f, exp2_fast(mul_rn(sub_rn(value, reach.from), reach.turn)));
+  return __uint_as_float(bits >> 9 | 0x3f800000u) <= cut;
+}
+// Bits of the lowest of four tokens whose bit is set in `hits`, and its value.
+struct Hit { u32 bits, which; float value; };
+__device__ __forceinline__ Hit first_hit(u32 hits, const Bits& bits, float a, float b, float c, float d) {
+  if (hits & 1) return {bits.word[0], 0, a};
+  if (hits & 2) return {bits.word[1], 1, b};
+  return hits & 4 ? Hit{bits.word[2], 2, c} : Hit{bits.word[3], 3, d};
 }
 
 // log sum exp of a row from its segments' (peak, sum), S <= 32; all lanes of a warp call it and get the result.
