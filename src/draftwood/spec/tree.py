@@ -32,7 +32,7 @@ from draftwood.config import MAX_BUDGET
 from draftwood.spec.bigram import Bigram
 from draftwood.spec.echo import LONGEST, Echo, Tail, loudness
 from draftwood.spec.noise import COLD
-from draftwood.spec.rank import host, top
+from draftwood.spec.rank import host, maxima, top
 
 CAP_STEPS = ((8, 4), (16, 8), (MAX_BUDGET, 16))
 """(nodes, cap): the first 8 nodes of a tree take children of rank < 4, the next 8 of rank < 8, the rest of rank < 16.
@@ -119,14 +119,18 @@ def _chain_bits(width: int, words: int) -> NDArray[np.int64]:
 def _pack(rows: Sequence[tuple[list[int], list[int], list[int], list[float]]], forced: bool) -> Tree:
     """Pad per-row (tokens, parents, depths, logprob) lists to one Tree."""
     counts = [len(row[0]) for row in rows]
+    if len(rows) == 1:  # a third of the time
+        tokens, parents, depths = torch.from_numpy(np.array(rows[0][:3], np.int64)[:, None]).unbind()
+        logprob = torch.from_numpy(np.array(rows[0][3:], np.float32))
+        return Tree(tokens, parents, depths, torch.tensor(counts), torch.tensor([forced]), logprob)
     shape = len(rows), max(counts, default=0)
-    whole, logprob = np.zeros((3, *shape), np.int64), np.zeros(shape, np.float32)
+    whole, scored = np.zeros((3, *shape), np.int64), np.zeros(shape, np.float32)
     whole[1] = -1
     for r, (count, (*links, scores)) in enumerate(zip(counts, rows, strict=True)):
-        whole[:, r, :count], logprob[r, :count] = links, scores
+        whole[:, r, :count], scored[r, :count] = links, scores
     tokens, parents, depths = torch.from_numpy(whole).unbind()
     live = torch.tensor(counts, dtype=torch.long)
-    return Tree(tokens, parents, depths, live, torch.full((len(rows),), forced), torch.from_numpy(logprob))
+    return Tree(tokens, parents, depths, live, torch.full((len(rows),), forced), torch.from_numpy(scored))
 
 
 def chain(tokens: Sequence[Sequence[int]]) -> Tree:
@@ -221,8 +225,8 @@ def grow(
     active = [r for r, b in enumerate(sizes) if b > 0]
     if not active or logits.shape[1] == 0:
         return _pack(rows, False)
-    most = options.caps()[-1][1]
-    width = min(most, max(sizes)) if bigram is None else options.candidates
+    most = min(options.caps()[-1][1], max(sizes))
+    width = most if bigram is None else options.candidates
     # With a table the scores of deeper marginals are never asked for.
     scored = logits.shape[1] if bigram is None else 1
     ids, scores, raw = _marginals(logits, active, heat, noise, options.beta, width, scored)
@@ -250,17 +254,21 @@ def _marginals(
     first `scored` depths, None for all; and z [A, D, width] up to a constant per depth that cancels in s. Padding: id -1,
     values -inf."""
     depth, vocab = logits.shape[1], logits.shape[2]
-    z = host(logits.float())
-    peak = z.max(-1)
-    if not ((peak > -1e30) & (peak < 1e30)).all():  # false for NaN too
-        z = np.where(np.isnan(z), np.float32(-np.inf), np.minimum(z, np.float32(1e30)))
+    found = host(logits.float())
+    groups = maxima(found.reshape(-1, vocab))
+    peak = found.max(-1) if groups is None else groups.max(-1).reshape(-1, depth)
+    sound = bool(((peak > -1e30) & (peak < 1e30)).all())  # false for NaN too
+    z = found if sound else np.where(np.isnan(found), np.float32(-np.inf), np.minimum(found, np.float32(1e30)))
     z = _heated(z, active, heat, noise, beta)
     head = z[:, :scored]
-    peak = head.max(-1)
+    if z is found:
+        peak = peak[:, :scored].copy()
+    else:
+        groups, peak = None, head.max(-1)
     peak[peak == -np.inf] = 0.0
     with np.errstate(divide="ignore"):  # nothing but -inf: log 0 = -inf, and its values stay -inf below
         norm = peak + np.log(np.exp(head - peak[..., None]).sum(-1))
-    ids, best = top(z.reshape(-1, vocab), width)
+    ids, best = top(z.reshape(-1, vocab), width, groups)
     ids, best = ids.reshape(len(active), depth, -1), best.reshape(len(active), depth, -1)
     norm = np.where(np.isfinite(norm), norm, np.float32(0))[..., None]
     scores = np.where(ids[:, :scored] >= 0, best[:, :scored] - norm, np.float32(-np.inf))
@@ -354,12 +362,13 @@ class _Conditional(_Marginal):
                 if at < len(ids) and ids[at] == token:
                     score[at] += bonus * self.loudness
             order = (-score).argsort(kind="stable")[: self.most]
-            peak = score[order[0]]
+            best = score[order]
+            peak = best[0]
             if peak == -np.inf:
                 found = ([], [])
             else:
                 norm = peak + np.log(np.exp(score - peak).sum())
-                found = (ids[order].tolist(), (score[order] - norm).tolist())
+                found = (ids[order].tolist(), (best - norm).tolist())
             self.known[key] = found
         return found
 
