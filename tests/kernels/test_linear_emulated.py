@@ -112,7 +112,7 @@ def test_forms_for_small_shared_memory_and_every_width_give_the_same_bits() -> N
     x, weight, _ = _make(shape, 20)
     want = op.linear(x, weight)
     forms = [plan.stream_form(shape, plan.PRO_6000)]
-    forms += [f for t in plan.TILES for machine in (plan.H200, plan.PRO_6000) for f in plan.wide_forms(shape, t, machine)]
+    forms += [f for t in plan.TILES for machine in (plan.H200, plan.PRO_6000) for f in plan.wide_forms(shape, t, 1, machine)]
     forms += [plan.gmma_forms(shape, t)[0] for t in plan.GMMA_WARPS]
     for form in dict.fromkeys(forms):
         assert torch.equal(op.linear(x, weight, form=form), want), form

@@ -19,7 +19,7 @@ TILES = {2: 28, 3: 24, 5: 16, 9: 11, 16: 8}
 """8-row tiles of x that the wide kernel is compiled for, up to 16, 24, 40, 72 and 128 rows in one pass; and how many of its warps
 the registers of a multiprocessor hold."""
 STREAM_WARPS = 32
-GMMA_WARPS = {1: 32, 2: 28, 3: 28, 5: 24, 9: 20, 16: 16}
+GMMA_WARPS = {1: 32, 2: 28, 3: 28, 5: 24, 9: 20, 12: 16, 16: 16}
 """The same for the warp-group products of sm_90, which also serve the rows of the stream kernel."""
 MAX_ROWS = max(TILES) * 8
 MANY = 8
@@ -180,7 +180,7 @@ ALONE = (1.2, 1.05, 1.0)
 
 
 @functools.cache
-def wide_forms(shape: Shape, tiles: int, machine: Machine = H200, passes: int = 1) -> tuple[Form, ...]:
+def wide_forms(shape: Shape, tiles: int, passes: int = 1, machine: Machine = H200) -> tuple[Form, ...]:
     """Return the wide kernel's forms for `passes` times 8 * `tiles` rows of x, one for each number of resident blocks and of steps
     between barriers, the cheapest first: clusters of S blocks along K, with as many row tiles in each block as load the
     multiprocessors evenly."""
@@ -238,13 +238,13 @@ GMMA_FORMS = 2
 
 
 @functools.cache
-def gmma_forms(shape: Shape, tiles: int) -> tuple[Form, ...]:
-    """Return forms of the warp-group kernel of an H200 for 8 * `tiles` rows of x, the cheapest first: as `wide_forms`, with a row
-    tile for a warp and blocks of up to five groups of warps."""
+def gmma_forms(shape: Shape, tiles: int, passes: int = 1) -> tuple[Form, ...]:
+    """Return forms of the warp-group kernel of an H200 for `passes` times 8 * `tiles` rows of x, the cheapest first: as
+    `wide_forms`, with a row tile for a warp and blocks of up to five groups of warps."""
     s, fits = segments(shape), []
     most = shape.outputs // 16 if shape.heads > 1 else GMMA_WARPS[tiles]
     for block in range(1, min(GMMA_WARPS[tiles], 20, most) + 1):
-        groups, blocks = -(-block // 4), -(-shape.outputs // (16 * block)) * shape.heads * s
+        groups, blocks = -(-block // 4), -(-shape.outputs // (16 * block)) * shape.heads * s * passes
         for resident in range(1, min(8, GMMA_WARPS[tiles] // (4 * groups)) + 1):
             for depth, x_steps in itertools.product((3, 4, 5, 6, 8), (1, 2)):
                 shared = _gmma_shared(block, tiles, depth, x_steps)
@@ -336,17 +336,17 @@ def forms_for(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]
 def _made(shape: Shape, n: int, kernel: str, *knobs: int) -> Form:
     if kernel == "many":
         return _many_form(shape, *knobs)
-    return (_gmma_form if kernel == "gmma" else _wide_form)(shape, _passes(n)[0], *knobs)
+    return (_gmma_form if kernel == "gmma" else _wide_form)(shape, _split(n)[0], *knobs)
 
 
 def computed(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]:
     """Return `forms_for` by counting alone, whatever was measured."""
     if n <= STREAM_ROWS:
         return (stream_form(shape, machine),)
-    tiles, passes = _passes(n)
-    if machine != H200 or tiles < GMMA_TILES:
-        return wide_forms(shape, tiles, machine, passes)
-    return gmma_forms(shape, tiles) if n <= MAX_ROWS else many_forms(shape, row_class(n))
+    tiles, passes = _split(n, machine)
+    if machine == H200 and tiles >= GMMA_TILES:
+        return gmma_forms(shape, tiles, passes)
+    return wide_forms(shape, tiles, passes, machine)
 
 
 _STAGED = ("BLOCK", "DEPTH", "XSTEPS")
@@ -364,19 +364,22 @@ def tuning_key(shape: Shape, n: int) -> tuple[int, int, int, int]:
     return shape.outputs, shape.inputs, shape.heads, row_class(n)
 
 
-def _passes(n: int) -> tuple[int, int]:
-    """8-row tiles of a pass, and passes that a form is made for."""
-    if n <= STREAM_ROWS:
-        return 1, 1
-    return next((t for t in TILES if 8 * t >= n), max(TILES)), 1 if n <= MAX_ROWS else MANY
+def _split(n: int, machine: Machine = H200) -> tuple[int, int]:
+    """8-row tiles of a pass, and passes that a form is made for. Of more rows, as few as waste little: a pass reads all weights."""
+    if n <= MAX_ROWS:
+        return 1 if n <= STREAM_ROWS else next(t for t in TILES if 8 * t >= n), 1
+    if machine != H200:
+        return max(TILES), MANY
+    passes = {tiles: -(-row_class(n) // (8 * tiles)) for tiles in (9, 12, 16)}
+    tiles = min(passes, key=lambda t: passes[t] * (t + 4))
+    return tiles, passes[tiles]
 
 
 def candidates(shape: Shape, n: int) -> tuple[Form, ...]:
     """Return what a sweep of an H200 measures for `n` rows of x, the form in use first: that one, the cheapest by counting and
     those of the warp-group kernels."""
-    groups = gmma_forms(shape, _passes(n)[0])[:GMMA_FORMS] if n <= MAX_ROWS else ()
-    many = many_forms(shape, row_class(n))[:MANY_FORMS] if n > 40 else ()
-    return tuple(dict.fromkeys((*forms_for(shape, n)[:1], *groups, *many)))
+    many = many_forms(shape, row_class(n))[:MANY_FORMS] if n > MAX_ROWS else ()
+    return tuple(dict.fromkeys((*forms_for(shape, n)[:1], *gmma_forms(shape, *_split(n))[:GMMA_FORMS], *many)))
 
 
 def form_for(shape: Shape, n: int, machine: Machine = H200) -> Form:

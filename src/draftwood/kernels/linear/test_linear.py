@@ -218,7 +218,7 @@ def test_kernels_of_the_largest_forms_stay_within_limits(arch: str) -> None:
 
 @pytest.mark.parametrize(("name", "n"), [("o", 65), ("gate_up/8", 128), ("nano down", 9), ("w_uv", 40), ("o", 8)])
 def test_warp_group_forms_stay_within_limits(name: str, n: int) -> None:
-    for form in plan.gmma_forms(FEW[name], plan._passes(n)[0])[:1]:
+    for form in plan.gmma_forms(FEW[name], plan._split(n)[0])[:1]:
         resident = plan.GMMA_WARPS[form.tokens // 8] // (form.threads // 32)
         variant = Variant(op.source(form), form.threads, form.shared, max(resident, 1), archs=("sm_90a",))
         check.check("linear", variant, "sm_90a")
