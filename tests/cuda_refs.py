@@ -165,11 +165,11 @@ class Refs:
 
     def moe_int4(
         self, x: Tensor, weights: repack.Packed, lists: route_op.Lists, live: Tensor, shared: Tensor | None, out: Tensor,
-        work: moe_op.Workspace, plan: moe_op.Plan, rows: int | None = None, pdl: bool = True,
+        work: moe_op.Workspace, plan: moe_op.Plan, rows: int | None = None, pdl: bool = True, early: bool = False,
     ) -> None:  # fmt: skip
         n = x.shape[0] if rows is None else rows
         moe_op.Call(x, weights, lists, live, shared, out, work, plan, n).check()
-        self.calls.add("moe_int4", 2 if moe_op.HOPPER[plan.down].file == "stream" else 3)
+        self.calls.add("moe_int4", 2 if moe_op.HOPPER[plan.down].sums else 3)
         count = _live(live, n)
         dense = self._unpacked(weights, dict)
 

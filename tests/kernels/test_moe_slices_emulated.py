@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), pytest.m
 NAN = float("nan")
 SHAPE = op.Shape(896, 256, 8)
 EXPERTS, HELD = 20, (3, 12)
-FORMS = {"few": op.HOPPER["few"], "rows": op.HOPPER["rows"], "one": sweep.FORMS["one"], "duo": sweep.FORMS["duo"]}
+FORMS = op.HOPPER | {"rows": sweep.FORMS["rows"]}
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,9 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(name: str, part: str, shape: op.Shape, device: int) -> Emulated:
         return Emulated(op._variant(name, part, shape, "sm_90a").source)
 
-    monkeypatch.setattr(op, "HOPPER", op.HOPPER | FORMS)
-    monkeypatch.setattr(op, "FORMS", {"sm_90a": op.HOPPER})
+    monkeypatch.setattr(op, "HOPPER", FORMS)
+    monkeypatch.setattr(op, "FORMS", {"sm_90a": FORMS})
+    monkeypatch.setattr(op, "_arch", lambda device: "sm_90a")
     monkeypatch.setattr(op, "_kernel", functools.cache(kernel))
     monkeypatch.setattr(op, "_multiprocessors", lambda device: 1)
 
@@ -82,4 +83,4 @@ def test_64_clusters_own_the_rows_of_k26() -> None:
     shape = op.Shape(7168, 256, 8)
     assert op.run_of(shape) == 7 and shape.rows("down") == 64 * 7 * 16
     for name in ("duo", "one"):
-        assert sweep.FORMS[name].fits(shape, "down") and not sweep.FORMS[name].fits(op.Shape(7168, 2048, 8), "down")
+        assert op.HOPPER[name].fits(shape, "down") and not op.HOPPER[name].fits(op.Shape(7168, 2048, 8), "down")

@@ -18,13 +18,13 @@ from draftwood.kernels.moe_route import ref as route_ref
 from draftwood.kernels.moe_route.op import Lists, most_jobs
 
 K26, EP8, TP8 = op.shape_of(7168, 2048, 8, 384), op.shape_of(7168, 2048, 8, 48), op.shape_of(7168, 256, 8, 384)
-CHOSEN = [(K26, 384, n) for n in (1, 9, 17, 33, 65, 128, 512)] + [(EP8, 48, n) for n in (9, 33, 65, 128, 512)]
+CHOSEN = [(K26, 384, n) for n in (1, 9, 17, 33, 65, 128, 512)] + [(EP8, 48, n) for n in (9, 33, 65, 128, 288, 512)]
 CHOSEN += [(TP8, 384, n) for n in (1, 4, 9, 33, 65)]
 RIVALS = [
-    (K26, 384, 1, "stream", "slim"), (K26, 384, 9, "slim", "slim"), (K26, 384, 9, "narrow", "narrow"),
-    (K26, 384, 33, "stream", "slim"), (K26, 384, 65, "wide", "wide"), (EP8, 48, 128, "widest", "widest"),
-    (EP8, 48, 512, "wider", "wider"), (TP8, 384, 1, "stream", "few"), (TP8, 384, 9, "stream", "rows"),
-    (TP8, 384, 33, "wide", "rows"), (TP8, 384, 65, "wide", "thin"),
+    (K26, 384, 9, "narrow", "narrow"), (K26, 384, 33, "stream", "slim"), (K26, 384, 65, "middle", "middle"),
+    (EP8, 48, 9, "narrow", "narrow"), (EP8, 48, 65, "wider", "wider"), (EP8, 48, 128, "widest", "widest"),
+    (EP8, 48, 512, "wider", "wider"), (TP8, 384, 1, "stream", "few"), (TP8, 384, 9, "stream", "duo"),
+    (TP8, 384, 33, "share", "duo"), (TP8, 384, 65, "wide", "wide"),
 ]  # fmt: skip
 """Plans that `choose` does not make: the evidence for its limits."""
 ROUTES = 4
@@ -120,8 +120,9 @@ class Prepared:
         return worst
 
 
-def prepare(shape: op.Shape, experts: int, n: int, plan: op.Plan, device: torch.device) -> Prepared:
-    """Make the calls of a case. Raises ValueError where the plan cannot serve it."""
+def prepare(shape: op.Shape, experts: int, n: int, plan: op.Plan, device: torch.device, early: bool = True) -> Prepared:
+    """Make the calls of a case, whose lists are older than the kernel before, as in a layer with a shared expert. Raises ValueError
+    where the plan cannot serve it."""
     packed = _weights(shape, experts, device)
     made = torch.Generator(device).manual_seed(2)
     x = torch.randn(n, shape.hidden, device=device, generator=made).to(torch.bfloat16)
@@ -129,7 +130,7 @@ def prepare(shape: op.Shape, experts: int, n: int, plan: op.Plan, device: torch.
     live = torch.tensor([n], dtype=torch.int32, device=device)
     work, out = op.workspace(shape, n, device), torch.empty_like(shared)
     found, lists = routings(experts, n, shape.topk), _lists(experts, n, shape.topk, plan.tile, device)
-    calls = [op.Call(x, packed, listed, live, shared, out, work, plan, n) for listed in lists]
+    calls = [op.Call(x, packed, listed, live, shared, out, work, plan, n, early=early) for listed in lists]
     for call in calls:
         call.check()
     return Prepared(calls, found[-1])

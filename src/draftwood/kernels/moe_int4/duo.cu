@@ -114,8 +114,8 @@ down_duo(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* _
         const int p = __shfl_sync(ALL_LANES, pair[u], 8 * q + 4 * e), t = p / TOPK;
         if (2 * q + e < count[u]) {
           const int at = (t / 2 * TOPK + p % TOPK) * ROW + column;
-          store_y(y_base, y, t % 2, at, acc[e]);
-          store_y(y_base, y, t % 2, at + 8, acc[2 + e]);
+          store_y(y_base, y, t % 2, at, finish(acc[e]));
+          store_y(y_base, y, t % 2, at + 8, finish(acc[2 + e]));
         }
       }
       count[u] = next_count; pair[u] = next_pair;

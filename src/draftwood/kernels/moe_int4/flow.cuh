@@ -89,6 +89,6 @@ __device__ __forceinline__ void clear4(float (&v)[4]) { v[0] = v[1] = v[2] = v[3
 __device__ __forceinline__ void store_h(const float (&acc)[4], int count, int pair, int column, bf16* h) {
   const int q = threadIdx.x & 3;
   const long long p0 = __shfl_sync(ALL_LANES, pair, 8 * q), p1 = __shfl_sync(ALL_LANES, pair, 8 * q + 4);
-  if (2 * q < count) h[p0 * WIDTH + column] = __float2bfloat16(swiglu(acc[0], acc[2]));
-  if (2 * q + 1 < count) h[p1 * WIDTH + column] = __float2bfloat16(swiglu(acc[1], acc[3]));
+  if (2 * q < count) h[p0 * WIDTH + column] = __float2bfloat16(swiglu(finish(acc[0]), finish(acc[2])));
+  if (2 * q + 1 < count) h[p1 * WIDTH + column] = __float2bfloat16(swiglu(finish(acc[1]), finish(acc[3])));
 }

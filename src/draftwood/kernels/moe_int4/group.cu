@@ -1,5 +1,5 @@
 // W4A16 experts of scaled weights for many tokens each, by the warp-group products of sm_90: a warp owns 16 rows x whole K, four
-// warps multiply 64 rows by x from shared memory, where the tensor cores read it themselves. For ring.cu's and staged.cu's mma
+// warps multiply 64 rows by x from shared memory, where the tensor cores read it themselves. For staged.cu's mma
 // every warp loads all of x again, and half of the tensor cores' rate is out of reach. See moe.cuh for the chain and the
 // layouts, ../warpgroup.cuh for x's place in shared memory and for the bits.
 //
@@ -53,25 +53,30 @@ __device__ __forceinline__ void ring_tile(u32 sm, const uint4* W, const uint2* S
 #pragma unroll
   for (int p = 0; p < XP; p++) {
     const int t = warp + p * WARPS;
-    row[p] = (u32)((input_row(x, pairs[t < count ? t : 0]) - x) / 8);
+    row[p] = (u32)((input_row(x, load_new(pairs + (t < count ? t : 0))) - x) / 8);
   }
   const bf16* from = x + lane * 2;
   const int live = count - warp, chunk = lane >> 4 << 2 | (lane & 3);
   const u32 xput = sm + warp * 128 + (lane >> 2 & 3) * 4;
-  auto load = [&](int st, u32 slot) {          // called for st = 0, 1, 2, ...: the pointers run
-    if (st < ST) {
-      copy16(ring + slot * STAGE + lane * 16, w);
-      copy16_if(lane < 4, ring + slot * STAGE + TILE_BYTES + lane * 16, s);
+  auto load_w = [&](int st, u32 slot) {        // called for st = 0, 1, 2, ...: the pointers run
+    copy16_if(st < ST, ring + slot * STAGE + lane * 16, w);
+    copy16_if(st < ST && lane < 4, ring + slot * STAGE + TILE_BYTES + lane * 16, s);
+    w += 32; s += 64;
+  };
+  auto load_x = [&](int st, u32 slot) {
 #pragma unroll
-      for (int p = 0; p < XP; p++)
-        copy4_if(p * WARPS < live, xput + slot * X_SLOT + p * (WARPS * 128) + ((chunk ^ (warp + p * WARPS & 7)) << 4),
-                 from + (long long)row[p] * 8);
-    }
-    w += 32; s += 64; from += 64;
+    for (int p = 0; p < XP; p++)
+      copy4_if(st < ST && p * WARPS < live, xput + slot * X_SLOT + p * (WARPS * 128) + ((chunk ^ (warp + p * WARPS & 7)) << 4),
+               from + (long long)row[p] * 8);
+    from += 64;
     copy_commit();
   };
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) load(i, i);
+  for (int i = 0; i < STAGES - 1; i++) load_w(i, i);
+  if (!PART) wait_and_go();
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) load_x(i, i);
+  if (PART) wait_and_go();
   float acc[1][NT][4];
 #pragma unroll
   for (int t = 0; t < NT; t++)
@@ -89,7 +94,8 @@ __device__ __forceinline__ void ring_tile(u32 sm, const uint4* W, const uint2* S
 #pragma unroll
     for (int k = 0; k < 4; k++) warpgroup_mma<NT>(acc[0], v.a[k], sm + now * X_SLOT + k * 32);
     warpgroup_commit();
-    load(st + STAGES - 1, next);
+    load_w(st + STAGES - 1, next);
+    load_x(st + STAGES - 1, next);
     now = now == STAGES - 1 ? 0 : now + 1; next = next == STAGES - 1 ? 0 : next + 1;
   };
   Weights even, odd;

@@ -1,4 +1,4 @@
-// What the stream, share, split, ring and staged kernels have in common: shapes, the chain of one output, how a tile leaves.
+// What the expert kernels have in common: shapes, the chain of one output, how a tile leaves.
 //
 // Macros: HIDDEN (multiple of 128), WIDTH (expert width of this rank, multiple of 128), TOPK (experts of a token);
 // GATE_UP defined: the gate_up part of a file, else its down part. SCALED: which chain.
@@ -9,6 +9,7 @@
 // library does: fewer instructions from about 16 tokens an expert on, more below. The chain is part of a rank's shape (op.Shape).
 // A column of an mma never meets another column, so a token's bits cannot depend on the number of tokens, on its
 // neighbours, on its place in the expert's list or on the kernel that ran. K is never split: nothing is reduced.
+// Inside a kernel all weights and sums are smaller by a power of two (int4.cuh), which moves no bit.
 // The combine is v = 0; for slot 0..TOPK-1 whose weight is not 0: v = fma(weight, y, v); then v += shared.
 //
 // WEIGHTS (repack.py): W[expert][rows/16][K/64][lane][16 B]: 16 bytes a lane = one 16x64 tile in mma A-fragment order.
@@ -22,8 +23,11 @@
 // LISTS (device memory, moe_route): jobs[j] = {expert of this rank, first, count, -}; pairs[first .. first+count) =
 // token*TOPK+slot. An expert with more tokens than the kernel's tile has several jobs. *njobs is read on the device; grids
 // are sized for the largest possible count and surplus blocks leave at once.
+// early (an argument of gate_up): the lists and x are older than the kernel before, which waited before it went (rule (c) of
+// common.cuh; true when the shared expert runs between router and experts). Lists and weights, and x by cp.async, are then asked
+// for before the wait: from L2, since no wait has made L1 forget older lists. For `down` the lists are always that old, h never.
 #pragma once
-#include "../common.cuh"
+#include "int4.cuh"
 
 template <bool GU> struct Part {               // gate_up (true) or down
   static constexpr int K = GU ? HIDDEN : WIDTH, ROWS = GU ? 2 * WIDTH : HIDDEN;
@@ -49,27 +53,6 @@ __device__ __forceinline__ void prefetch(const void* p) {
 #endif
 }
 
-#ifdef SCALED
-// Products of two bf16 pairs, each rounded to nearest even.
-__device__ __forceinline__ u32 multiply_bf16(u32 a, u32 b) {
-#ifdef EMULATION
-  return pack_bf16(low_float(a) * low_float(b), high_float(a) * high_float(b));
-#else
-  u32 o;
-  asm("mul.rn.bf16x2 %0,%1,%2;" : "=r"(o) : "r"(a), "r"(b));
-  return o;
-#endif
-}
-// The low (high) half of v in both halves.
-#ifdef EMULATION
-__device__ __forceinline__ u32 low_twice(u32 v) { return (v & 0xffffu) | v << 16; }
-__device__ __forceinline__ u32 high_twice(u32 v) { return (v & 0xffff0000u) | v >> 16; }
-#else
-__device__ __forceinline__ u32 low_twice(u32 v) { return __byte_perm(v, v, 0x1010); }
-__device__ __forceinline__ u32 high_twice(u32 v) { return __byte_perm(v, v, 0x3232); }
-#endif
-#endif
-
 // 16 rows x one group of 32, expanded for the mma.
 struct Group {
   u32 a[2][4];
@@ -79,16 +62,13 @@ struct Group {
 };
 __device__ __forceinline__ Group expand(u32 w0, u32 w1, u32 scales) {
   Group v;
-  int4_fragment(v.a[0], w0); int4_fragment(v.a[1], w1);
 #ifdef SCALED
-  const u32 upper = low_twice(scales), lower = high_twice(scales);
-#pragma unroll
-  for (int k = 0; k < 2; k++)
-#pragma unroll
-    for (int p = 0; p < 4; p++) v.a[k][p] = multiply_bf16(v.a[k][p], p & 1 ? lower : upper);
+  const Factors f = scaled_factors(scales);
 #else
+  const Factors f = whole_factors();
   v.scales = scales;
 #endif
+  int4_weights(v.a[0], w0, f); int4_weights(v.a[1], w1, f);
   return v;
 }
 // acc += the group's weights times one token tile.
@@ -145,7 +125,7 @@ __device__ __forceinline__ void store_tiles(const float (&acc)[M][NT][4], const 
         const long long pair = pairs[i];
 #pragma unroll
         for (int m = 0; m < M; m++) {
-          const float v0 = acc[m][t][e], v1 = acc[m][t][2 + e];
+          const float v0 = finish(acc[m][t][e]), v1 = finish(acc[m][t][2 + e]);
 #ifdef GATE_UP
           out[pair * WIDTH + (tile + m) * 8 + g] = __float2bfloat16(swiglu(v0, v1));
 #else
@@ -163,9 +143,15 @@ __device__ __forceinline__ void prefetch_lists(const int4* job, const int* njobs
 }
 // A job with the number of jobs as w. Both loads travel together: past the last job, what was read is not used.
 __device__ __forceinline__ int4 job_and_count(const int4* job, const int* njobs) {
-  const uint4 v = load16(job);
-  const int count = *njobs;
+  const uint4 v = load16_new(job);
+  const int count = load_new(njobs);
   return make_int4((int)v.x, (int)v.y, (int)v.z, count);
+}
+
+// Then the next kernel may start.
+__device__ __forceinline__ void wait_and_go() {
+  pdl_wait();
+  pdl_go();                                    // go after wait: `down` reads the lists ahead of its own
 }
 
 // Where row `pair` of this part's input starts: the token's hidden state, or the pair's h.

@@ -80,7 +80,7 @@ down_one(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* _
     if (p >= 0) {
       float acc[4] = {0.f, 0.f, 0.f, 0.f};
       multiply(acc, units + u * UNIT_BYTES);
-      if ((lane & 3) == 0) { y[p * 16 + g] = acc[0]; y[p * 16 + g + 8] = acc[2]; }
+      if ((lane & 3) == 0) { y[p * 16 + g] = finish(acc[0]); y[p * 16 + g + 8] = finish(acc[2]); }
     }
   }
   __syncthreads();

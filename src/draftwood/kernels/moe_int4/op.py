@@ -17,10 +17,11 @@ from torch import Tensor
 from draftwood.kernels import jit
 from draftwood.kernels.check import Variant
 from draftwood.kernels.moe_int4.repack import Packed
-from draftwood.kernels.moe_int4.sizes import FEW, FEW_EXPERTS, FEW_OF_SLICES, SLICE, few_rows
+from draftwood.kernels.moe_int4.sizes import FEW, FEW_EXPERTS, FEW_OF_SLICES, SLICE
 from draftwood.kernels.moe_route.op import Lists, most_jobs
 
 FOLDER = Path(__file__).parent
+PARTS = ("gate_up", "down")
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def shape_of(hidden: int, width: int, topk: int, held: int) -> Shape:
 class Form:
     """One way to run either part: file.cu with blocks of `warps` warps, `blocks` of them on a multiprocessor.
 
-    tokens: 8-token tiles of a job. stages, span: the ring's (ring.cu, staged.cu). depth, ahead: most steps in a warp's ring, and
+    tokens: 8-token tiles of a job. stages, span: the ring's (staged.cu, group.cu). depth, ahead: most steps in a warp's ring, and
     how many steps ahead it reads x (flow.cuh). rows: most rows it serves, 0 for any. spill: bytes that ptxas may spill.
     chains: of the shapes it serves (Shape.scaled).
     """
@@ -85,6 +86,11 @@ class Form:
         """Threads of a block; split has a warp more, which sums."""
         return 32 * (self.warps + (self.file == "split"))
 
+    @property
+    def sums(self) -> bool:
+        """Whether it is a down part that sums over a row's experts itself, so that no combine follows."""
+        return self.file in ("duo", "one") or (self.file == "stream" and self.rows > 0)
+
     def fits(self, shape: Shape, part: str) -> bool:
         """Whether a block's rows divide the expert's, and what else the source asks of a shape."""
         if shape.scaled not in self.chains:
@@ -101,7 +107,7 @@ class Form:
 
     @property
     def block_rows(self) -> int:
-        """Weight rows of a block of ring.cu, staged.cu and group.cu."""
+        """Weight rows of a block of staged.cu and group.cu."""
         return (16 if self.file == "group" else 32) * self.warps
 
     def ring(self, shape: Shape, part: str) -> int:
@@ -112,7 +118,7 @@ class Form:
         return next(d for d in range(self.depth // 2 * 2, 0, -2) if steps % d == 0)
 
     def shared(self, shape: Shape, part: str) -> int:
-        """Dynamic shared memory of a block, bytes (for down_stream: the largest)."""
+        """Dynamic shared memory of a block, bytes (of those that sum: the largest)."""
         if self.file == "split":
             return shape.steps(part) * 576
         if self.file == "one":
@@ -120,12 +126,10 @@ class Form:
         if self.file == "duo":
             return self.warps * self.ring(shape, part) * 576 + 64 * run_of(shape) * shape.topk * -(-self.rows // 2)
         if self.file in ("stream", "share"):
-            rest = 64 * shape.topk * self.rows if part == "down" else 516 * self.warps if self.file == "share" else 0
+            rest = 516 * self.warps if self.file == "share" else 64 * shape.topk * self.rows if part == "down" else 0
             return self.warps * self.ring(shape, part) * 576 + rest
         if self.file == "group":
             return self.stages * (self.warps * 576 + 1024 * self.tokens)
-        if self.file == "ring":
-            return self.warps * self.stages * 1152 + (self.stages - 2 + 2 * self.span) * 1024 * self.tokens
         return self.stages * self.span * (self.warps * 1152 + 1024 * self.tokens)
 
     def macros(self, shape: Shape, part: str) -> dict[str, int]:
@@ -160,41 +164,45 @@ def _divisor(number: int, most: int) -> int:
 
 
 HOPPER = {
-    "split": Form("split", 1, 8, 3, ahead=2, rows=FEW, chains=(False,)),
+    "split": Form("split", 1, 8, 3, ahead=2, rows=1, chains=(False,)),
+    "one": Form("one", 1, 4, 8, rows=1, chains=(False,)),
     "stream": Form("stream", 1, 4, 4, depth=8, ahead=2),
-    "share": Form("share", 1, 4, 4, depth=8, ahead=2, chains=(False,)),
     "few": Form("stream", 1, 4, 4, depth=8, rows=FEW, spill=48),
-    "rows": Form("stream", 1, 4, 4, depth=8, ahead=2, rows=FEW_OF_SLICES, spill=48),
-    "thin": Form("ring", 1, 8, 2, stages=6, span=4),
-    "slim": Form("staged", 1, 8, 2, stages=4, span=2),
+    "share": Form("share", 1, 16, 1, depth=8, ahead=2, chains=(False,)),
+    "duo": Form("duo", 1, 16, 1, depth=8, ahead=2, rows=FEW_OF_SLICES, spill=8, chains=(False,)),
+    "slim": Form("staged", 1, 8, 2, stages=4, span=2, chains=(False,)),
+    "thin": Form("staged", 1, 4, 4, stages=4, span=2, chains=(True,)),
     "narrow": Form("staged", 2, 4, 4, stages=4, span=2),
+    "middle": Form("staged", 3, 4, 4, stages=3, span=2, spill=112, chains=(False,)),
     "wide": Form("staged", 4, 4, 3, stages=4, span=2, chains=(False,)),
     "wider": Form("staged", 4, 4, 4, stages=3, span=2, chains=(True,)),
-    "widest": Form("staged", 12, 4, 2, stages=3, span=2, unroll=1, chains=(True,)),
+    "widest": Form("group", 12, 16, 1, stages=6, chains=(True,)),
 }
-"""Forms by growing tokens per expert, as measured on an H200 (384 and 48 experts of K2.6); the limits are in `choose`.
+"""Forms by growing tokens per expert, as measured on an H200 (384 and 48 experts of K2.6, slices of 8); the limits are in `choose`.
 
-split and share are for slices of the experts; few and rows keep y in shared memory and need no combine.
+split, one, share and duo are for slices of the experts; those that sum keep y in shared memory and need no combine.
 """
+WITHOUT_WARP_GROUPS = HOPPER | {"widest": Form("staged", 12, 4, 2, stages=3, span=2, unroll=1, chains=(True,))}
 FORMS = {
     "sm_90a": HOPPER,
     # Not measured there.
-    "sm_100a": HOPPER,
-    "sm_103a": HOPPER,
+    "sm_100a": WITHOUT_WARP_GROUPS,
+    "sm_103a": WITHOUT_WARP_GROUPS,
     # Not measured there. 100 KB of shared memory a multiprocessor: rings that let two blocks be resident.
     "sm_120a": HOPPER
     | {
-        "split": Form("split", 1, 8, 1, ahead=2, rows=FEW, chains=(False,)),
-        "rows": Form("stream", 1, 4, 2, depth=8, ahead=2, rows=FEW_OF_SLICES),
-        "thin": Form("ring", 1, 8, 2, stages=4, span=4),
-        "slim": Form("staged", 1, 8, 2, stages=4, span=1),
+        "split": Form("split", 1, 8, 1, ahead=2, rows=1, chains=(False,)),
+        "duo": Form("stream", 1, 4, 1, depth=8, ahead=2, rows=FEW_OF_SLICES, chains=(False,)),
+        "slim": Form("staged", 1, 8, 2, stages=4, span=1, chains=(False,)),
+        "thin": Form("staged", 1, 4, 4, stages=4, span=1, chains=(True,)),
         "narrow": Form("staged", 2, 4, 3, stages=4, span=1),
+        "middle": Form("staged", 3, 4, 2, stages=5, span=1, chains=(False,)),
         "wide": Form("staged", 4, 4, 2, stages=5, span=1, chains=(False,)),
         "wider": Form("staged", 4, 4, 2, stages=5, span=1, chains=(True,)),
         "widest": Form("staged", 12, 4, 2, stages=2, span=1, chains=(True,)),
     },
 }
-"""Forms by architecture: the same names and token tiles everywhere."""
+"""Forms by architecture: everywhere the same names, tiles of tokens and limits of rows."""
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 188}
 """Of the largest device: gate_up_share is right with any number of blocks, and best with as many as are resident."""
 
@@ -231,20 +239,20 @@ def workspace(shape: Shape, rows: int, device: torch.device | str) -> Workspace:
 
 def choose(shape: Shape, rows: int, experts: int) -> Plan:
     """Pick the forms for `rows` rows spread over `experts` experts (of all ranks), by the mean number of rows per expert."""
-    mean, few = rows * shape.topk / experts, rows <= few_rows(shape.width)
+    mean = rows * shape.topk / experts
     if shape.width <= SLICE:
-        down = "few" if rows <= FEW else "rows" if few else _first(shape, "down", ("thin", "wide"))
-        if mean > 2:
-            return Plan(_first(shape, "gate_up", ("wide",)), down if few else _first(shape, "down", ("wide",)))
-        return Plan(_first(shape, "gate_up", ("split", "share") if rows == 1 else ("share",)), down)
-    if few:
+        up = "split" if rows == 1 else "stream" if rows <= FEW else "share" if mean <= 0.5 else "wide"
+        down = "one" if rows == 1 else "few" if rows <= FEW else "duo" if rows <= FEW_OF_SLICES else "wide"
+        return Plan(_first(shape, "gate_up", (up, "stream")), _first(shape, "down", (down, "few")))
+    if rows <= FEW:
         return Plan("stream", "few")
-    if mean <= 0.3:
+    if not shape.scaled and mean <= 0.25:
         return Plan("stream", _first(shape, "down", ("slim", "narrow")))
-    if mean <= 12:
-        return Plan("narrow", "narrow")
-    name = "wide" if not shape.scaled else "wider" if mean <= 40 else "widest"
-    return Plan(name, name)
+    if shape.scaled:
+        name = "thin" if mean <= 2 else "narrow" if mean <= 12 else "wider" if mean <= 28 else "widest"
+    else:
+        name = "narrow" if mean <= 5 else "middle"
+    return Plan(*(_first(shape, part, (name, "wider" if shape.scaled else "narrow")) for part in ("gate_up", "down")))
 
 
 def _first(shape: Shape, part: str, names: tuple[str, ...]) -> str:
@@ -282,8 +290,7 @@ def variants(found: Iterable[Shape] | None = None) -> list[Variant]:
 
 @functools.cache
 def _kernel(name: str, part: str, shape: Shape, device: int) -> jit.Kernel:
-    arch = jit.arch_of(torch.cuda.get_device_capability(device))
-    variant = _combine_variant(shape) if part == "combine" else _variant(name, part, shape, arch)
+    variant = _combine_variant(shape) if part == "combine" else _variant(name, part, shape, _arch(device))
     return jit.Kernel(variant.source, device, variant.shared)
 
 
@@ -298,13 +305,16 @@ def moe_int4(
     plan: Plan,
     rows: int | None = None,
     pdl: bool = True,
+    early: bool = False,
 ) -> None:
     """out[t] = sum over this rank's chosen experts of weight * expert(x[t]), + shared[t]; x, shared, out [rows, H] bfloat16.
 
     lists: as `route` made them with tile = plan.tile, for the same rows and live. live int32 [1]: rows of `out` that are
-    written. shared may be None. Raises ValueError when shapes, types or capacities do not fit.
+    written. shared may be None. early: lists and x are older than the kernel before, which waits for its own predecessor before
+    it lets the next one start (the shared expert's, launched after the router): the first weights are then asked for while it
+    runs. Raises ValueError when shapes, types or capacities do not fit.
     """
-    call = Call(x, weights, lists, live, shared, out, work, plan, x.shape[0] if rows is None else rows, pdl)
+    call = Call(x, weights, lists, live, shared, out, work, plan, x.shape[0] if rows is None else rows, pdl, early)
     call.check()
     call.gate_up()
     call.down()
@@ -324,6 +334,7 @@ class Call:
     plan: Plan
     rows: int
     pdl: bool = True
+    early: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -333,17 +344,18 @@ class Call:
     def gate_up(self) -> None:
         """Launch h = SwiGLU of every pair."""
         w = self.weights
-        self._launch("gate_up", self.plan.gate_up, (w.gate_up, w.gate_up_scale, self.x, *self._listed(), self.work.h))
+        args = (w.gate_up, w.gate_up_scale, self.x, *self._listed(), self.work.h, np.int32(self.early))
+        self._launch("gate_up", self.plan.gate_up, args)
 
     def down(self) -> None:
         """Launch the second product and the weighted sum over each row's experts."""
         w, plan, work, lists = self.weights, self.plan, self.work, self.lists
         tail = (np.uint64(0) if self.shared is None else self.shared, self.live, self.out)
         args = (w.down, w.down_scale, work.h, *self._listed())
-        if HOPPER[plan.down].rows:
+        if HOPPER[plan.down].sums:
             self._launch("down", plan.down, (*args, lists.weights, *tail, np.int32(self.rows)))
             return
-        self._launch("down", plan.down, (*args, work.y))
+        self._launch("down", plan.down, (*args, work.y, np.int32(1)))
         grid = (self.rows, -(-self.shape.hidden // 1024))
         kernel = _kernel("", "combine", self.shape, self.x.device.index or 0)
         kernel(grid, 256, (work.y, lists.weights, *tail), pdl=self.pdl)
@@ -377,12 +389,17 @@ class Call:
             raise ValueError(f"live is int32 [1], not {self.live.dtype}")
 
 
+@functools.cache
+def _arch(device: int) -> str:
+    return jit.arch_of(torch.cuda.get_device_capability(device))
+
+
 def _multiprocessors(device: int) -> int:
-    return MULTIPROCESSORS[jit.arch_of(torch.cuda.get_device_capability(device))]
+    return MULTIPROCESSORS[_arch(device)]
 
 
 def _launch(part: str, name: str, shape: Shape, device: int, jobs: int, args: tuple, pdl: bool) -> None:
-    form, rows = HOPPER[name], shape.rows(part)  # warps and tokens are the same on every architecture
+    form, rows = FORMS[_arch(device)][name], shape.rows(part)
     units = jobs * (rows // 16)
     grids: dict[str, int | tuple[int, ...]] = {
         "duo": (2, rows // (16 * run_of(shape))),
@@ -391,7 +408,7 @@ def _launch(part: str, name: str, shape: Shape, device: int, jobs: int, args: tu
         "share": min(units, form.blocks * _multiprocessors(device)),
         "stream": rows // 16 if part == "down" else -(-units // form.warps),
     }
-    grid = grids.get(form.file, (rows // form.block_rows, jobs))
+    grid = grids[form.file] if form.file in grids else (rows // form.block_rows, jobs)
     _kernel(name, part, shape, device)(grid, form.threads, args, pdl=pdl)
 
 

@@ -32,7 +32,7 @@ struct Share {                                   // of one warp in its block's r
 // Any grid: the blocks share all units evenly.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 gate_up_share(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __restrict__ x, const int4* __restrict__ jobs,
-              const int* __restrict__ njobs, const int* __restrict__ pairs, bf16* __restrict__ h) {
+              const int* __restrict__ njobs, const int* __restrict__ pairs, bf16* __restrict__ h, int early) {
   DYNAMIC_SHARED(unsigned char, smem);                            // RING_BYTES a warp, then handed[WARPS][32], ready[WARPS]
   constexpr int T = P::TILES;
   float4* handed = reinterpret_cast<float4*>(smem + WARPS * RING_BYTES);
@@ -40,19 +40,17 @@ gate_up_share(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, warp = threadIdx.x >> 5;
   if (lane == 0) ready[warp] = 0;
   __syncthreads();
-  prefetch_lists(jobs, njobs, pairs);
-  pdl_wait();                                  // the lists come from the router, just before
-  pdl_go();                                    // go after wait: `down` reads them ahead of its own
-  const long long units = (long long)*njobs * T;
+  if (!early) { prefetch_lists(jobs, njobs, pairs); pdl_wait(); }
+  const long long units = (long long)load_new(njobs) * T;
   const int base = (int)(units * blockIdx.x / gridDim.x);
   const Share share((int)(units * (blockIdx.x + 1) / gridDim.x) - base, warp);
   const int pieces = share.pieces();
-  if (pieces == 0) return;
+  if (pieces == 0) { pdl_wait(); return; }
   W += lane; S += lane * 2;
   const Ring ring(smem);
   Piece now = share.piece(0);
-  int4 job = jobs[(base + now.unit) / T];
-  int pair = pairs[job.y + (g < job.z ? g : 0)];                               // idle columns compute token 0 again
+  int4 job = job_and_count(jobs + (base + now.unit) / T, njobs);
+  int pair = load_new(pairs + job.y + (g < job.z ? g : 0));                    // idle columns compute token 0 again
   auto start = [&](const int4& j, const Piece& p) {
     Place at = place(W, S, j.x * T + (base + p.unit) % T);
     at.advance(p.from * LEN);
@@ -60,6 +58,7 @@ gate_up_share(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf
   };
   Place at = start(job, now);
   ring.fill(0, at, true);
+  wait_and_go();
   const bf16* from = input_row(x, pair) + q * 8 + now.from * LEN * 64;
   Ahead ahead;
   look_all(ahead, from);

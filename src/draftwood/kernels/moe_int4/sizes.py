@@ -4,8 +4,8 @@ SLICE = 512
 """Columns up to which an expert counts as a slice: K of the down part is then at most 8 steps."""
 FEW_EXPERTS = 96
 """Wide experts up to which a rank's rows are many to each: the chain of scaled weights."""
-FEW, FEW_OF_SLICES = 4, 40
-"""Most rows whose y a block of down_stream keeps in shared memory, of wide experts and of slices."""
+FEW, FEW_OF_SLICES = 4, 72
+"""Most rows whose y blocks of a down part keep in shared memory, of wide experts (stream.cu) and of slices (duo.cu)."""
 
 
 def few_rows(width: int) -> int:

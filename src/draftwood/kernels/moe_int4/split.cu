@@ -38,8 +38,8 @@ __device__ __forceinline__ void wait_round(int round) { asm volatile("barrier.ct
 
 __device__ __forceinline__ void product(float (&c)[4], u32 w0, u32 w1, const uint4& x) {
   u32 a[4];
-  int4_fragment(a, w0); mma_first(c, a, x.x, x.y);
-  int4_fragment(a, w1); mma(c, a, x.z, x.w);
+  int4_weights(a, w0, whole_factors()); mma_first(c, a, x.x, x.y);
+  int4_weights(a, w1, whole_factors()); mma(c, a, x.z, x.w);
 }
 
 // This warp's steps: products of its groups into shared memory. weights: its first step; x: this lane's 8 values of its token there.
@@ -93,17 +93,15 @@ __device__ __forceinline__ void walk(u32 products, u32 scales, float& gate, floa
 // Grid: most jobs * tiles; WARPS + 1 warps. Jobs of at most 4 pairs.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 gate_up_split(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __restrict__ x, const int4* __restrict__ jobs,
-              const int* __restrict__ njobs, const int* __restrict__ pairs, bf16* __restrict__ h) {
+              const int* __restrict__ njobs, const int* __restrict__ pairs, bf16* __restrict__ h, int early) {
   DYNAMIC_SHARED(unsigned char, smem);
   constexpr int T = Part<true>::TILES;
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, warp = threadIdx.x >> 5;
   const u32 weights = shared_address(smem), scales = weights + STEPS * TILE_BYTES;
-  prefetch_lists(jobs + blockIdx.x / T, njobs, pairs);
-  pdl_wait();                                  // the lists come from the router, just before
-  pdl_go();                                    // go after wait: `down` reads them ahead of its own
+  if (!early) { prefetch_lists(jobs + blockIdx.x / T, njobs, pairs); pdl_wait(); }
   const int tile = blockIdx.x % T;
   const int4 job = job_and_count(jobs + blockIdx.x / T, njobs);
-  if ((int)blockIdx.x >= job.w * T) return;
+  if ((int)blockIdx.x >= job.w * T) { pdl_wait(); return; }
   if (warp < WARPS) {
     const long long first = (long long)(job.x * T + tile) * STEPS + warp;
     const uint4* w = W + first * 32 + lane;
@@ -115,12 +113,14 @@ gate_up_split(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf
       copy16_if(lane < 4, scales_to + i * WARPS * SCALE_BYTES, s + i * WARPS * SCALE_BYTES);
       copy_commit();
     }
-    const int pair = pairs[job.y + (g < job.z ? g : 0)];                       // idle columns compute token 0 again
+    const int pair = load_new(pairs + job.y + (g < job.z ? g : 0));            // idle columns compute token 0 again
+    wait_and_go();
     products(weights + warp * TILE_BYTES, input_row(x, pair) + warp * 64 + q * 8);
     return;
   }
-  const long long own = pairs[job.y + (q < job.z ? q : 0)];
+  const long long own = load_new(pairs + job.y + (q < job.z ? q : 0));
+  wait_and_go();
   float gate = 0.f, up = 0.f;
   walk(weights, scales, gate, up);
-  if (q < job.z) h[own * WIDTH + tile * 8 + g] = __float2bfloat16(swiglu(gate, up));
+  if (q < job.z) h[own * WIDTH + tile * 8 + g] = __float2bfloat16(swiglu(finish(gate), finish(up)));
 }

@@ -1,7 +1,9 @@
-// W4A16 experts, staged: as ring.cu, but a stage holds SPAN steps of weights and x together: one wait and one barrier a stage,
-// and its steps unrolled: fewer instructions, which pays from about 8 tokens an expert on.
-// A stage: for each warp its 2 tiles (SPAN x 512 B each) and their scales (SPAN x 64 B each), then x as SPAN slices of
-// TOKENS*8 tokens x 128 B, swizzled as in ring.cu. STAGES stages, one cp.async group each.
+// W4A16 experts, staged: a block of WARPS warps owns 32*WARPS rows x whole K and at most 8*TOKENS tokens of one expert. A stage holds
+// SPAN steps of weights and x together: one wait and one barrier a stage, and its steps unrolled. See moe.cuh.
+//
+// A stage: for each warp its 2 tiles (SPAN x 512 B each) and their scales (SPAN x 64 B each), then x as SPAN slices of TOKENS*8
+// tokens x 128 B. The 16-byte chunk c of token t lies at chunk c ^ 4*(t&1): a quarter warp (2 tokens x 4 chunks) touches all 32
+// banks once. STAGES stages, one cp.async group each.
 #include "moe.cuh"
 
 #ifndef TOKENS
@@ -40,23 +42,29 @@ __device__ __forceinline__ void ring_tile(u32 sm, const uint4* W, const uint2* S
 #pragma unroll
   for (int p = 0; p < XP; p++) {
     const int t = p * TP + (tid >> 3);
-    xp[p] = input_row(x, pairs[t < count ? t : 0]) + (tid & 7) * 8;
+    xp[p] = input_row(x, load_new(pairs + (t < count ? t : 0))) + (tid & 7) * 8;
   }
-  auto load = [&](u32 o) {                     // the next stage; the pointers run
+  const int live = count - (tid >> 3);         // columns without a token keep what was there: no product mixes columns
+  auto load_w = [&](u32 o) {                   // the next stage; the pointers run
 #pragma unroll
     for (int u = 0; u < SPAN; u++) { copy16(dw + o + u * 512, w + u * 32); copy16(dw + o + (SPAN + u) * 512, w + (ST + u) * 32); }
     if (lane < 8 * SPAN) copy16(dw + o + SPAN * 1024, s);
-#pragma unroll
-    for (int p = 0; p < XP; p++)
-      if ((NT * 8) % TP == 0 || p + 1 < XP || p * TP + (tid >> 3) < NT * 8)
-#pragma unroll
-        for (int u = 0; u < SPAN; u++) copy16(dx + o + p * TP * 128 + u * X_SLICE, xp[p] + u * 64);
     w += SPAN * 32; s += SPAN * 64;
+  };
+  auto load_x = [&](u32 o) {
 #pragma unroll
-    for (int p = 0; p < XP; p++) xp[p] += SPAN * 64;
+    for (int p = 0; p < XP; p++) {
+#pragma unroll
+      for (int u = 0; u < SPAN; u++) copy16_if(p * TP < live, dx + o + p * TP * 128 + u * X_SLICE, xp[p] + u * 64);
+      xp[p] += SPAN * 64;
+    }
   };
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) { if (i < NS) load(i * STAGE); copy_commit(); }
+  for (int i = 0; i < STAGES - 1; i++) if (i < NS) load_w(i * STAGE);
+  if (!PART) wait_and_go();
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) { if (i < NS) load_x(i * STAGE); copy_commit(); }
+  if (PART) wait_and_go();
   float acc[2][NT][4];
   clear(acc);
   const u32 rs = wb + SPAN * 1024 + g * 8, rx0 = xb + g * 128 + ((q ^ ((g & 1) << 2)) * 16), rx1 = rx0 ^ 64;
@@ -65,7 +73,7 @@ __device__ __forceinline__ void ring_tile(u32 sm, const uint4* W, const uint2* S
   for (int st = 0; st < NS; st++) {
     copy_wait<STAGES - 2>();
     __syncthreads();                           // stage st is here for all; stage st-1 is free for all
-    if (st + STAGES - 1 < NS) load(ol);
+    if (st + STAGES - 1 < NS) { load_w(ol); load_x(ol); }
     copy_commit();
     ol = ol == (STAGES - 1) * STAGE ? 0 : ol + STAGE;
 #pragma unroll (UNROLL)

@@ -6,19 +6,18 @@
 // h[pair][WIDTH] = silu(gate) * up. Grid: ceil(most jobs * tiles / WARPS); the hardware hands out the tiles.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 gate_up_stream(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __restrict__ x, const int4* __restrict__ jobs,
-               const int* __restrict__ njobs, const int* __restrict__ pairs, bf16* __restrict__ h) {
+               const int* __restrict__ njobs, const int* __restrict__ pairs, bf16* __restrict__ h, int early) {
   DYNAMIC_SHARED(unsigned char, smem);                            // RING_BYTES a warp
   constexpr int T = P::TILES;
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, u = blockIdx.x * WARPS + (threadIdx.x >> 5);
-  prefetch_lists(jobs + u / T, njobs, pairs);
-  pdl_wait();                                  // the lists come from the router, just before
-  pdl_go();                                    // go after wait: `down` reads them ahead of its own
+  if (!early) { prefetch_lists(jobs + u / T, njobs, pairs); pdl_wait(); }
   const int4 job = job_and_count(jobs + u / T, njobs);
-  if (u >= job.w * T) return;
-  const int count = job.z, pair = pairs[job.y + (g < count ? g : 0)];          // idle columns compute token 0 again
+  if (u >= job.w * T) { pdl_wait(); return; }
+  const int count = job.z, pair = load_new(pairs + job.y + (g < count ? g : 0));         // idle columns compute token 0 again
   Place at = place(W + lane, S + lane * 2, job.x * T + u % T);
   const Ring ring(smem);
   ring.fill(0, at, true);
+  wait_and_go();
   const bf16 *start = input_row(x, pair) + q * 8, *from = start;
   Ahead ahead;
   look_all(ahead, start);
@@ -95,8 +94,8 @@ down_stream(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16
         }
       }
       const int p0 = __shfl_sync(ALL_LANES, pair[u], 8 * q), p1 = __shfl_sync(ALL_LANES, pair[u], 8 * q + 4);
-      if (2 * q < count[u]) { y[p0 * 16 + g] = acc[0]; y[p0 * 16 + g + 8] = acc[2]; }
-      if (2 * q + 1 < count[u]) { y[p1 * 16 + g] = acc[1]; y[p1 * 16 + g + 8] = acc[3]; }
+      if (2 * q < count[u]) { y[p0 * 16 + g] = finish(acc[0]); y[p0 * 16 + g + 8] = finish(acc[2]); }
+      if (2 * q + 1 < count[u]) { y[p1 * 16 + g] = finish(acc[1]); y[p1 * 16 + g + 8] = finish(acc[3]); }
       count[u] = next_count; pair[u] = next_pair;
       from = then;
       j += WARPS;

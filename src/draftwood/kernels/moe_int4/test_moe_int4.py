@@ -107,13 +107,13 @@ def test_every_bucket_has_forms_that_fit(shape: op.Shape) -> None:
             assert all(forms[name].fits(shape, part) for forms in op.FORMS.values())
         assert plan.tile % 8 == 0
         assert rows <= (op.HOPPER[plan.down].rows or rows)
-        assert (rows <= few_rows(shape.width)) == (op.HOPPER[plan.down].file == "stream")
+        assert (rows <= few_rows(shape.width)) == op.HOPPER[plan.down].sums
 
 
 def test_forms_of_every_architecture_take_the_same_jobs() -> None:
     for forms in op.FORMS.values():
-        assert {n: (f.file, f.tokens, f.warps, f.rows) for n, f in forms.items()} == {
-            n: (f.file, f.tokens, f.warps, f.rows) for n, f in op.HOPPER.items()
+        assert {n: (f.tokens, f.rows, f.sums) for n, f in forms.items()} == {
+            n: (f.tokens, f.rows, f.sums) for n, f in op.HOPPER.items()
         }
 
 
@@ -124,24 +124,20 @@ def test_bad_shapes_are_one_line() -> None:
         repack.empty(1, 200, 128, "cpu")
 
 
-@pytest.mark.parametrize(
-    ("name", "part", "shape"),
-    [
-        ("one", "down", TP8), ("duo", "down", TP8), ("duo.x4", "down", TP8), ("sp.w14", "gate_up", TP8), ("sh.w16", "gate_up", TP8),
-        ("g12", "gate_up", EP8), ("g12.w16", "down", EP8), ("g4", "down", EP8),
-    ],
-)  # fmt: skip
-def test_candidates_stay_within_limits(name: str, part: str, shape: op.Shape) -> None:
+@pytest.mark.parametrize("name", sweep.FORMS)
+def test_candidates_stay_within_limits(name: str) -> None:
     form = sweep.FORMS[name]
-    assert form.fits(shape, part)
-    source = jit.Source(op.FOLDER / f"{form.file}.cu", f"{part}_{form.file}", form.macros(shape, part))
-    variant = check.Variant(source, form.threads, form.shared(shape, part), form.blocks, archs=("sm_90a",))
-    check.check("moe_int4", variant, "sm_90a")
-    assert (form.shared(shape, part) + 1024) * form.blocks <= 233_472 or form.file == "one"
+    for shape, _, _, pairs in sweep.CASES:
+        for part in {part for pair in pairs for part, own in zip(op.PARTS, pair.split(), strict=True) if own == name}:
+            assert form.fits(shape, part)
+            source = jit.Source(op.FOLDER / f"{form.file}.cu", f"{part}_{form.file}", form.macros(shape, part))
+            variant = check.Variant(source, form.threads, form.shared(shape, part), form.blocks, form.spill, archs=("sm_90a",))
+            check.check("moe_int4", variant, "sm_90a")
+            assert (form.shared(shape, part) + 1024) * form.blocks <= 233_472
 
 
 def test_blocks_of_both_parts_fit_a_multiprocessor_for_one_row() -> None:
-    up, down = sweep.FORMS["sp"], sweep.FORMS["one"]
+    up, down = op.HOPPER["split"], op.HOPPER["one"]
     shared = 2 * (up.shared(TP8, "gate_up") + 1024) + 4 * (down.shared(TP8, "down") + 1024)
     assert shared <= 233_472
     registers = [
@@ -332,7 +328,7 @@ def test_candidates_of_the_sweep_give_the_bits_of_the_forms_in_use(shape: op.Sha
     monkeypatch.setattr(op, "FORMS", {"sm_90a": forms})
     for (n, live), want in known.items():
         usual = op.choose(shape, n, 48)
-        for name in (name for name, f in sweep.FORMS.items() if f.file in ("split", "share", "one", "duo", "group")):
+        for name in sweep.FORMS:
             ups, downs = ([name] if forms[name].fits(shape, part) else [] for part in ("gate_up", "down"))
             plans = [op.Plan(up, usual.down) for up in ups] + [op.Plan(usual.gate_up, down) for down in downs]
             for plan in plans if n <= (forms[name].rows or n) else []:

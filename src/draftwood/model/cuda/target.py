@@ -230,7 +230,8 @@ class Forward:
                 self._dense(mlp.shared, w.shared, nodes.total, between=between)
             if self.routed is not None:
                 self.routed[index - self.config.first_k_dense, part.start : part.stop] = w.lists.experts[: len(part)]
-            moe_op.moe_int4(x, mlp.experts, w.lists, live, shared, out, w.experts, plan)
+            # After the shared expert's second product the lists are older than the kernel before.
+            moe_op.moe_int4(x, mlp.experts, w.lists, live, shared, out, w.experts, plan, early=place == 0)
 
     def _logits(self, nodes: _Nodes, verified: tuple[Tensor, Tensor] | None) -> Tensor:
         w, packed = self.work, self.target.packed
