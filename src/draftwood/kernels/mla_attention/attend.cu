@@ -66,16 +66,6 @@ __device__ __forceinline__ void everybody() { bar_sync<0, THREADS>(); }
 __device__ __forceinline__ int turned(int row) { return (row & 1) << 2 | (row >> 1 & 3); }
 template <class T> __device__ __forceinline__ T* shared_at(int offset) { return reinterpret_cast<T*>(raw + offset); }
 
-struct Inputs {
-  const bf16 *q, *q_pe, *cache;         // [lines, LATENT], [lines, ROPE] with rows pe_stride apart, [slots, WIDTH]
-  int pe_stride;
-  const int* table;                     // [rows, pages]
-  int pages;
-  const u64* masks;                     // [tokens, words]
-  int words, heads;
-  float scale;                          // of the scores, times log2(e)
-};
-struct Partials { float* o; float2* ml; };   // [.., LATENT] in pieces (layout.cuh), [..]
 struct Outputs { Partials shared, own; };
 
 // What both roles need to know of the block's job, in shared memory.

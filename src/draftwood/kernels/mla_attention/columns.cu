@@ -29,7 +29,7 @@ constexpr int ROLE = 128, THREADS = 4 * ROLE;            // threads
 constexpr int PIECES = 8, PIECE = TILE * 128, VALUE_BYTES = PIECES * PIECE;
 constexpr int MOST = EIGHTS * 8;                         // lines
 constexpr int PROBABILITIES = 1, TAKEN = 2, SCORES = 3;
-constexpr int SCORE_REGISTERS = EIGHTS == 9 ? 104 : 88, VALUE_REGISTERS = WALK ? 192 : 184, COPY_REGISTERS = EIGHTS == 1 ? 56 : 40;
+constexpr int SCORE_REGISTERS = WALK ? 72 : 104, VALUE_REGISTERS = WALK ? 192 : 176, COPY_REGISTERS = 56;
 static_assert(ROLE * (SCORE_REGISTERS + 2 * VALUE_REGISTERS + COPY_REGISTERS) <= 65536, "more registers than a multiprocessor has");
 
 struct Place {                                          // in shared memory, bytes; sizes.py has the same sum
@@ -41,7 +41,8 @@ struct Place {                                          // in shared memory, byt
   static constexpr int unit_m = maxima + MOST * 8;      // of two units in turn, if blocks walk
   static constexpr int barriers = unit_m + (WALK ? MOST * 8 : 0);   // full of each slot, empty of each half
   static constexpr int next = barriers + SLOTS * 24;    // the block's next job, in turn
-  static constexpr int end = next + 8;
+  static constexpr int moved = next + 8;                // whether any maximum moved: seldom, and values need not look at each
+  static constexpr int end = moved + 8;
 };
 static_assert(EIGHTS <= 8 || SLOTS == 2, "two tiles share what is beside their rotary pieces");
 #ifdef SHARED_BYTES
@@ -55,17 +56,6 @@ __device__ __forceinline__ u32 rope_at(int slot) { return shared_address(raw) + 
 __device__ __forceinline__ u32 p_at(int slot) { return rope_at(slot) - (slot ? Place::beside : 0); }
 __device__ __forceinline__ u32 full(int slot) { return shared_address(raw) + Place::barriers + slot * 8; }
 __device__ __forceinline__ u32 empty(int slot, int half) { return full(SLOTS + slot * 2 + half); }
-
-struct Inputs {
-  const bf16 *q, *q_pe, *cache;         // [lines, LATENT], [lines, ROPE] with rows pe_stride apart, [slots, WIDTH]
-  int pe_stride;
-  const int* table;                     // [rows, pages]
-  int pages;
-  const u64* masks;                     // [tokens, words]
-  int words, heads;
-  float scale;                          // of the scores, times log2(e)
-};
-struct Partials { float* o; float2* ml; };   // [.., LATENT] in pieces (layout.cuh), [..]
 
 // A block's job as every role sees it. An eight of lines is of one node: heads are a multiple of 8.
 struct Task {
@@ -178,9 +168,16 @@ template <int E> __device__ __forceinline__ void score_role(const Task& task, fl
 #pragma unroll
     for (int j = 0; j + 1 < E; j += 2) stmatrix4_trans(at + j * UNIT_ROWS, p[j][0], p[j][1], p[j + 1][0], p[j + 1][1]);
     if (E % 2) stmatrix2_trans(at - (L >> 4) * UNIT_ROWS + (E - 1) * UNIT_ROWS, p[E - 1][0], p[E - 1][1]);
-    if (warp == 0 && g == 0)
+    if (warp == 0) {
+      bool same = true;
 #pragma unroll
-      for (int j = 0; j < E; j++) *shared_at<float2>(Place::rescale + (j * 8 + q * 2) * 4) = make_float2(rescale[j][0], rescale[j][1]);
+      for (int j = 0; j < E; j++) same = same && rescale[j][0] == 1.f && rescale[j][1] == 1.f;
+      same = __all_sync(ALL_LANES, same);
+      if (g == 0)
+#pragma unroll
+        for (int j = 0; j < E; j++) *shared_at<float2>(Place::rescale + (j * 8 + q * 2) * 4) = make_float2(rescale[j][0], rescale[j][1]);
+      if (threadIdx.x == 0) *shared_at<int>(Place::moved) = !same;
+    }
     show_to_products();
     const bool ends = task.ends(i);
     if (WALK && ends && warp == 0 && g == 0)
@@ -205,21 +202,17 @@ template <int E> __device__ __forceinline__ void score_role(const Task& task, fl
 // Warpgroup v has columns 256v .. of a latent in four tiles of 64: a lane has rows 16w + g and 16w + g + 8 of each tile, of lines 8j + 2q and
 // 8j + 2q + 1. Warp 4v + w also sums the probabilities of 16 lines, if there are so many: the law's column of ones.
 __device__ __forceinline__ float4* place_of(const Partials& out, long long partial) {   // of this lane, two
-  return reinterpret_cast<float4*>(out.o + partial * LATENT + ((threadIdx.x - ROLE) >> 2) * 8);
+  return reinterpret_cast<float4*>(out.o + partial * LATENT + ((threadIdx.x - ROLE) >> 5) * 64 + (threadIdx.x >> 2 & 7) * 4);
 }
 template <int E> struct Acc {
   float o[4][E * 4], l[4];
   __device__ __forceinline__ static int pair() { return (threadIdx.x - ROLE) >> 5; }   // of eights: whose sums this warp has
   __device__ __forceinline__ void rescale() {
     const int q = threadIdx.x & 3, g = threadIdx.x >> 2 & 7;
+    if (!*shared_at<int>(Place::moved)) return;                 // a factor of 1 changes no bit
     float2 r[E];
-    bool same = true;
 #pragma unroll
-    for (int j = 0; j < E; j++) {
-      r[j] = *shared_at<float2>(Place::rescale + (j * 8 + q * 2) * 4);
-      same = same && r[j].x == 1.f && r[j].y == 1.f;
-    }
-    if (__all_sync(ALL_LANES, same)) return;                    // a factor of 1 changes no bit
+    for (int j = 0; j < E; j++) r[j] = *shared_at<float2>(Place::rescale + (j * 8 + q * 2) * 4);
 #pragma unroll
     for (int t = 0; t < 4; t++)
 #pragma unroll
@@ -241,7 +234,7 @@ template <int E> struct Acc {
       for (int c = 0; c < 2; c++) {
         float4* to = place_of(out, part + j * 8 + q * 2 + c);
         to[0] = make_float4(o[0][4 * j + c], o[0][4 * j + 2 + c], o[1][4 * j + c], o[1][4 * j + 2 + c]);
-        to[1] = make_float4(o[2][4 * j + c], o[2][4 * j + 2 + c], o[3][4 * j + c], o[3][4 * j + 2 + c]);
+        to[8] = make_float4(o[2][4 * j + c], o[2][4 * j + 2 + c], o[3][4 * j + c], o[3][4 * j + 2 + c]);
       }
     }
     if (q == 0)
@@ -438,15 +431,15 @@ struct Value {
   template <int E> __device__ __forceinline__ void operator()() const { value_role<E>(task, out, past); }
 };
 
-// A role's jobs. The next one is known when everybody is done with this one.
-template <class F> __device__ __forceinline__ void work(Job job, const Job* jobs, int total, F one) {
+// A role's jobs, read where they are: kept in registers they cost copies 108 bytes of spills. The next one is known when everybody is
+// done with this one.
+template <class F> __device__ __forceinline__ void work(const Job* jobs, int total, F one) {
   const int* next = shared_at<int>(Place::next);
   int turn = 0, past = 0;
   for (int j = blockIdx.x; j < total; turn ^= 1) {
-    past = one(job, turn, past);
+    past = one(jobs[j], turn, past);
     everybody();                                               // the next job writes the same shared memory
     j = next[turn];
-    if (j < total) job = jobs[j];
   }
 }
 
@@ -457,20 +450,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attend(
   const int role = threadIdx.x / ROLE;
   pdl_wait();
   pdl_go();
-  const Job job = jobs[blockIdx.x];                                  // there is room for it, whether or not it is one
   const int total = head->jobs, blocks = gridDim.x;
   if (threadIdx.x < SLOTS * 3) mbarrier_begin(full(threadIdx.x), threadIdx.x < SLOTS ? ROLE : 2 * ROLE / 32);
   everybody();
   if (role == 0) {
     give_registers<SCORE_REGISTERS>();
-    work(job, jobs, total, [&](const Job& at, int, int past) {
+    work(jobs, total, [&](const Job& at, int, int past) {
       const Task task(at, in);
       by_lines(task.eights, Score{task, in, {task.shared ? o : own_o, task.shared ? ml : own_ml}, past});
       return past + task.tiles;
     });
   } else if (role == 3) {
     give_registers<COPY_REGISTERS>();
-    work(job, jobs, total, [&](const Job& at, int turn, int past) {
+    work(jobs, total, [&](const Job& at, int turn, int past) {
       if (threadIdx.x == 3 * ROLE) shared_at<int>(Place::next)[turn] = total > blocks ? blocks + (int)atomicAdd(&head->next, 1u) : total;
       return copy_job(at, in, lines_of(at), past);
     });
@@ -480,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attend(
     if (last) head->next = head->left = 0;
   } else {
     take_registers<VALUE_REGISTERS>();
-    work(job, jobs, total, [&](const Job& at, int, int past) {
+    work(jobs, total, [&](const Job& at, int, int past) {
       const Task task(at, in);
       by_lines(task.eights, Value{task, {task.shared ? o : own_o, task.shared ? ml : own_ml}, past});
       return past + task.tiles;

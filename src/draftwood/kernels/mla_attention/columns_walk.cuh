@@ -62,7 +62,7 @@ template <int E> struct Walk {
         all_m[j][c] = first ? m[j][c] : fold_sums(make_float2(all_m[j][c], 0.f), make_float2(m[j][c], 0.f), fa, fb).x;
 #pragma unroll
         for (int x = 0; x < 2; x++) {
-          float4* to = place_of(out, part + j * 8 + q * 2 + c) + x;
+          float4* to = place_of(out, part + j * 8 + q * 2 + c) + 8 * x;
           float4 v = make_float4(o[2 * x][4 * j + c], o[2 * x][4 * j + 2 + c], o[2 * x + 1][4 * j + c], o[2 * x + 1][4 * j + 2 + c]);
           if (!first) v = fold4(*to, v, fa, fb);
           *to = v;

@@ -1,163 +1,167 @@
-// Fold the partials of one (node, head) in the law's order and divide: out [tokens, heads, LATENT] bf16.
-// Grid (tokens * heads, ceil(LATENT / 128)), tokens as many as may live, block 32 * WARPS: 128 columns. Warps prepare whole groups side by side; the
-// first folds them from the left. Few lines want many warps each, many lines many small blocks.
+// Fold the partials of each (node, head) in the law's order and divide: out [tokens, heads, LATENT] bf16. Tokens: as many as may live.
+// The partials are read once, so what counts is that enough of them are on their way (27 kB a multiprocessor at 4.4 TB/s). Two ways:
+//  FOLDED 0            many lines: a warp has a (node, head), AHEAD partials on their way (8 kB). Grid ceil(tokens * heads / WARPS).
+//  FOLDED 32, 64, 128  few lines, which may have hundreds of partials: a block has so many columns of a (node, head). Teams of FOLDED / 4 lanes
+//                    prepare whole groups side by side; the first warp folds these. Grid (tokens * heads, ceil(LATENT / FOLDED)).
 #include "layout.cuh"
 
-#ifndef EACH
-#define EACH 4           // groups that a warp prepares per round, SIDE at a time
+#ifndef FOLDED
+#define FOLDED 0
 #endif
-#ifndef WARPS
-#define WARPS 16
-#endif
-constexpr int SIDE = PER < 8 ? 8 / PER : 1;
-static_assert(EACH % SIDE == 0, "whole rounds");
 
-// Lane i has (m, l) of the i-th of n later partials. Each lane gets its fold's factors; the running maximum is that of a fold
-// one by one, because a maximum is exact. `first`: there is nothing before lane 0. m becomes the maximum of all.
-__device__ __forceinline__ void factors(float2 ml, int n, bool first, float& m, float& fa, float& fb) {
+// A lane's columns of a partial: four, or four of each 128.
+constexpr int VECS = FOLDED ? 1 : (LATENT + 127) / 128;
+struct Piece {
+  float4 o[VECS];
+  float2 ml;
+  __device__ __forceinline__ void load(const Partials& from, long long part, int c) {
+    ml = from.ml[part];
+#pragma unroll
+    for (int i = 0; i < VECS; i++)
+      if (c + i * 128 < LATENT) o[i] = __ldcs(reinterpret_cast<const float4*>(&from.o[part * LATENT + c + i * 128]));
+  }
+  __device__ __forceinline__ void join(const Piece& later) {
+    float fa, fb;
+    ml = fold_sums(ml, later.ml, fa, fb);
+#pragma unroll
+    for (int i = 0; i < VECS; i++) o[i] = fold4(o[i], later.o[i], fa, fb);
+  }
+};
+
+// The partials of a (node, head), numbered in the law's order: of spans, then of its own keys.
+struct Line {
+  Partials shared, own;
+  long long first, own_first;
+  int step, heads, per, spans, all;      // per: spans of a group
+  __device__ __forceinline__ Line(const Node& at, const Partials& s, const Partials& o, int span, int h, int n_heads, const u64* masks, int words)
+      : shared(s), own(o), step(at.lines), heads(n_heads), per(span == UNIT ? PER : 1) {
+    const int p = at.length + depth_of(masks, words, at.token), base = base_of(p);
+    spans = pieces_before(base, span);
+    all = spans + (p + 1 - base > TILE ? 2 : 1);
+    first = at.part + h;
+    own_first = (long long)at.token * 2 * heads + h;
+  }
+  __device__ __forceinline__ void load(Piece& to, int i, int c) const {
+    if (i < spans) to.load(shared, first + (long long)i * step, c);
+    else to.load(own, own_first + (i - spans) * heads, c);
+  }
+  __device__ __forceinline__ bool begins(int i) const { return i < spans ? (i & (per - 1)) == 0 : i == spans; }   // a group
+  __device__ __forceinline__ bool ends(int i) const { return i + 1 == all || begins(i + 1); }
+};
+
+// Columns c..c+3 as partials keep them (layout.cuh), divided; whole warps call it, lanes by ascending c.
+__device__ __forceinline__ void put(bf16* to, int c, const float4& v, float scale, bool on) {
+  if (COLUMNS) {                          // neighbours g and g + 1 exchange, so that each has a pair of columns: of h 0, of h 1
+    const bool odd = c >> 2 & 1;
+    const float a = __shfl_xor_sync(ALL_LANES, odd ? v.x : v.y, 1), b = __shfl_xor_sync(ALL_LANES, odd ? v.z : v.w, 1);
+    to += (c >> 8) * 256 + (c >> 5 & 1) * 128 + (c >> 6 & 3) * 16 + odd * 8 + (c >> 2 & 6);
+    if (!on) return;
+    reinterpret_cast<u32*>(to)[0] = pack_bf16(__fmul_rn(odd ? a : v.x, scale), __fmul_rn(odd ? v.y : a, scale));
+    reinterpret_cast<u32*>(to)[32] = pack_bf16(__fmul_rn(odd ? b : v.z, scale), __fmul_rn(odd ? v.w : b, scale));
+  } else if (on) {
+    to += (c & ~15) + (c >> 2 & 3) * 2;
+    reinterpret_cast<u32*>(to)[0] = pack_bf16(__fmul_rn(v.x, scale), __fmul_rn(v.y, scale));
+    reinterpret_cast<u32*>(to)[4] = pack_bf16(__fmul_rn(v.z, scale), __fmul_rn(v.w, scale));
+  }
+}
+
+#if FOLDED == 0
+constexpr int WARPS = 4, THREADS = WARPS * 32, AHEAD = 4, RESIDENT = 3;
+
+__device__ __forceinline__ void fold_line(const Line& line, bf16* to) {
+  const int c = (threadIdx.x & 31) * 4;
+  Piece ahead[AHEAD], group, sum;
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++) if (i < line.all) line.load(ahead[i], i, c);
+  bool fresh = true;
+  for (int i0 = 0; i0 < line.all; i0 += AHEAD)
+#pragma unroll
+    for (int e = 0; e < AHEAD; e++) {
+      const int i = i0 + e;
+      if (i >= line.all) continue;
+      if (line.begins(i)) group = ahead[e]; else group.join(ahead[e]);
+      if (i + AHEAD < line.all) line.load(ahead[e], i + AHEAD, c);
+      if (!line.ends(i)) continue;
+      if (fresh) sum = group; else sum.join(group);
+      fresh = false;
+    }
+  const float scale = __frcp_rn(sum.ml.y);
+#pragma unroll
+  for (int i = 0; i < VECS; i++) put(to, c + i * 128, sum.o[i], scale, c + i * 128 < LATENT);
+}
+#else
+constexpr int LANES = FOLDED / 4, THREADS = 256, TEAMS = THREADS / LANES, RESIDENT = 4;
+static_assert(LANES >= 8 && LANES <= 32, "teams are parts of a warp, no more of them than it has lanes");
+
+// Group g of the line: its spans, or the node's own keys.
+__device__ __forceinline__ Piece fold_group(const Line& line, int g, int groups, int c) {
+  const int from = g == groups ? line.spans : g * line.per, to = g == groups ? line.all : min(from + line.per, line.spans);
+  constexpr int MOST = PER > 2 ? PER : 2;
+  Piece some[MOST];
+#pragma unroll
+  for (int i = 0; i < MOST; i++) if (from + i < to) line.load(some[i], from + i, c);
+#pragma unroll
+  for (int i = 1; i < MOST; i++) if (from + i < to) some[0].join(some[i]);
+  return some[0];
+}
+
+// Lane i has (m, l) of the i-th of n groups. Each gets the factors of its fold: the running maximum is that of a fold one by one, because a
+// maximum is exact. m: of all before, -inf if there are none; becomes that of all.
+__device__ __forceinline__ void factors(float2 ml, int n, float& m, float& fa, float& fb) {
   const int lane = threadIdx.x & 31;
-  float top = lane < n ? ml.x : minus_infinity();
-  if (!first) top = fmaxf(top, m);
+  float top = fmaxf(lane < n ? ml.x : minus_infinity(), m);
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1) { const float o = __shfl_up_sync(ALL_LANES, top, d); if (lane >= d) top = fmaxf(top, o); }
   float under = __shfl_up_sync(ALL_LANES, top, 1);
-  if (lane == 0) under = first ? top : m;
+  if (lane == 0) under = m;
   fold_scales(under, ml.x, top, fa, fb);
   m = __shfl_sync(ALL_LANES, top, n - 1);
 }
 
-// Up to MOST partials, stride apart: columns c..c+3 of each in every lane, (m, l) of the i-th in lane i. Load, then fold.
-template <int MOST> struct Units {
-  float4 v[MOST];
-  float2 ml;
-  int n;
-  __device__ __forceinline__ void load(const float* o, const float2* all_ml, long long part, long long stride, int count, int c) {
-    const int lane = threadIdx.x & 31;
-    n = count;
-    ml = lane < n ? all_ml[part + lane * stride] : make_float2(0.f, 0.f);
-#pragma unroll
-    for (int i = 0; i < MOST; i++)
-      if (i < n && c < LATENT) v[i] = __ldcs(reinterpret_cast<const float4*>(&o[(part + i * stride) * LATENT + c]));
-  }
-  __device__ __forceinline__ float4 fold(float2& sum) const {
-    float fa, fb;
-    factors(ml, n, true, sum.x, fa, fb);
-    float4 all = v[0];
-    sum.y = __shfl_sync(ALL_LANES, ml.y, 0);
-#pragma unroll
-    for (int i = 1; i < MOST; i++) {
-      const float a = __shfl_sync(ALL_LANES, fa, i), b = __shfl_sync(ALL_LANES, fb, i), l = __shfl_sync(ALL_LANES, ml.y, i);
-      if (i >= n) continue;
-      all = fold4(all, v[i], a, b);
-      sum.y = ::fold(sum.y, l, a, b);
+__device__ __forceinline__ void fold_line(const Line& line, bf16* to) {
+  __shared__ float4 box[TEAMS][LANES], steps[TEAMS];            // a step: both factors, l
+  __shared__ float2 sums[TEAMS];
+  const int team = threadIdx.x / LANES, lane = threadIdx.x % LANES, c = blockIdx.y * FOLDED + lane * 4;
+  const int groups = (line.spans + line.per - 1) / line.per;
+  float m = minus_infinity(), l = 0.f;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int g0 = 0; g0 <= groups; g0 += TEAMS) {
+    if (g0 > 0) __syncthreads();                               // the first warp has folded the last ones
+    if (g0 + team <= groups) {
+      const Piece one = fold_group(line, g0 + team, groups, c);
+      box[team][lane] = one.o[0];
+      if (lane == 0) sums[team] = one.ml;
     }
-    return all;
+    __syncthreads();
+    if (threadIdx.x >= 32) continue;
+    const int n = min(TEAMS, groups + 1 - g0);
+    const float2 mine = (int)threadIdx.x < n ? sums[threadIdx.x] : make_float2(0.f, 0.f);
+    float fa, fb;
+    factors(mine, n, m, fa, fb);
+    if ((int)threadIdx.x < n) steps[threadIdx.x] = make_float4(fa, fb, mine.y, 0.f);
+    __syncwarp();
+    int i = 0;
+    if (g0 == 0) sum = box[0][lane], l = steps[0].z, i = 1;
+#pragma unroll 4
+    for (; i < n; i++) {
+      const float4 f = steps[i];
+      sum = fold4(sum, box[i][lane], f.x, f.y);
+      l = fold(l, f.z, f.x, f.y);
+    }
   }
-};
+  if (threadIdx.x < 32) put(to, c, sum, __frcp_rn(l), (int)threadIdx.x < LANES && c < LATENT);
+}
+#endif
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) mla_combine(
-    const Row* rows, const Head* head, const Node* live, const u64* masks, int words, int heads, const float* o, const float2* ml,
-    const float* own_o, const float2* own_ml, bf16* out) {
-  __shared__ __align__(16) float box[WARPS * EACH][128];
-  __shared__ float2 sums[WARPS * EACH];
-  __shared__ __align__(16) float4 steps[32];                      // of 32 folds: both factors, l
-  const int h = blockIdx.x % heads, n = blockIdx.x / heads;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, c = blockIdx.y * 128 + lane * 4;
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mla_combine(
+    const Head* head, const Node* live, int tokens, const u64* masks, int words, int heads, float* o, float2* ml, float* own_o,
+    float2* own_ml, bf16* out) {
+  const int at = FOLDED ? blockIdx.x : blockIdx.x * (THREADS / 32) + (threadIdx.x >> 5), n = at / heads, h = at % heads;
   pdl_wait();
   pdl_go();
-  const Node at = live[n];                                        // there is room for it, whether or not it is one
+  if (n >= tokens) return;
+  const Node node = live[n];                                   // there is room for it, whether or not it is one
   if (n >= head->live) return;
-  const Row row = rows[at.row];
-  const int span = head->span, per = span == UNIT ? PER : 1;    // partials of a group
-  const long long token = row.token + at.node;
-  const int p = row.length + depth_of(masks, words, token), base = base_of(p), own = p + 1 - base > TILE ? 2 : 1;
-  const int parts = pieces_before(base, span), groups = (parts + per - 1) / per;
-  const long long first = row.part + at.node * heads + h, last = token * 2 * heads + h;
-
-  float2 sum = make_float2(minus_infinity(), 0.f), own_sum = sum;
-  float4 all = make_float4(0.f, 0.f, 0.f, 0.f), own_all = all;
-  if (warp == 0) {
-    Units<2> two;
-    two.load(own_o, own_ml, last, heads, own, c);
-    own_all = two.fold(own_sum);
-  }
-  for (int g0 = 0; g0 < groups; g0 += WARPS * EACH) {
-    if (per == 1) {                                               // whole groups: all loads first
-      float4 v[EACH];
-#pragma unroll
-      for (int e = 0; e < EACH; e++) {
-        const int g = g0 + e * WARPS + warp;
-        if (g < groups && c < LATENT) v[e] = __ldcs(reinterpret_cast<const float4*>(&o[(first + (long long)g * row.lines) * LATENT + c]));
-        if (g < groups && lane == 0) sums[g - g0] = ml[first + (long long)g * row.lines];
-      }
-#pragma unroll
-      for (int e = 0; e < EACH; e++) if (g0 + e * WARPS + warp < groups) *reinterpret_cast<float4*>(&box[e * WARPS + warp][lane * 4]) = v[e];
-    } else {
-      for (int e = 0; e < EACH; e += SIDE) {
-        Units<PER> units[SIDE];
-#pragma unroll
-        for (int i = 0; i < SIDE; i++) {
-          const int g = g0 + (e + i) * WARPS + warp;
-          if (g < groups) units[i].load(o, ml, first + (long long)g * PER * row.lines, row.lines, min(PER, parts - g * PER), c);
-        }
-#pragma unroll
-        for (int i = 0; i < SIDE; i++) {
-          const int g = g0 + (e + i) * WARPS + warp;
-          if (g >= groups) continue;
-          float2 s;
-          const float4 v = units[i].fold(s);
-          *reinterpret_cast<float4*>(&box[g - g0][lane * 4]) = v;
-          if (lane == 0) sums[g - g0] = s;
-        }
-      }
-    }
-    __syncthreads();
-    if (warp == 0) {
-      const int n = min(WARPS * EACH, groups - g0);
-      for (int g = 0; g < n; g += 32) {
-        const int k = min(32, n - g);
-        const bool fresh = g0 + g == 0;
-        const float2 mine = lane < k ? sums[g + lane] : make_float2(0.f, 0.f);
-        float fa, fb;
-        factors(mine, k, fresh, sum.x, fa, fb);
-        __syncwarp();                                             // all have read the last ones
-        steps[lane] = make_float4(fa, fb, mine.y, 0.f);
-        __syncwarp();
-        int i = 0;
-        if (fresh) {
-          all = *reinterpret_cast<const float4*>(&box[g][lane * 4]);
-          sum.y = steps[0].z;
-          i = 1;
-        }
-#pragma unroll 4
-        for (; i < k; i++) {
-          const float4 f = steps[i];
-          all = fold4(all, *reinterpret_cast<const float4*>(&box[g + i][lane * 4]), f.x, f.y);
-          sum.y = fold(sum.y, f.z, f.x, f.y);
-        }
-      }
-    }
-    __syncthreads();
-  }
-  if (warp > 0 || c >= LATENT) return;
-  if (groups > 0) {
-    float fa, fb;
-    sum = fold_sums(sum, own_sum, fa, fb);
-    all = fold4(all, own_all, fa, fb);
-  } else {
-    sum = own_sum;
-    all = own_all;
-  }
-  const float scale = __frcp_rn(sum.y);
-  const float v[4] = {__fmul_rn(all.x, scale), __fmul_rn(all.y, scale), __fmul_rn(all.z, scale), __fmul_rn(all.w, scale)};
-  bf16* to = &out[((size_t)token * heads + h) * LATENT];          // partials keep columns in another order (layout.cuh)
-  if (COLUMNS) {
-    to += (c >> 8) * 256 + (c >> 1 & 3) * 64 + (c >> 6 & 3) * 16 + (c >> 3 & 7);
-#pragma unroll
-    for (int i = 0; i < 4; i++) to[(i >> 1) * 64 + (i & 1) * 8] = __float2bfloat16_rn(v[i]);
-  } else {
-    to += (c & ~15) + (lane & 3) * 2;
-    reinterpret_cast<u32*>(to)[0] = pack_bf16(v[0], v[1]);
-    reinterpret_cast<u32*>(to)[4] = pack_bf16(v[2], v[3]);
-  }
+  const Line line(node, {o, ml}, {own_o, own_ml}, head->span, h, heads, masks, words);
+  fold_line(line, &out[((size_t)node.token * heads + h) * LATENT]);
 }

@@ -60,8 +60,9 @@ static_assert(LATENT % 16 == 0, "partial results are kept in pieces of 16 column
 __device__ __forceinline__ int size_at(int k, int size) { return size << ((k >= GROW1) + (k >= GROW2) + (k >= GROW3)); }
 __device__ __forceinline__ int pieces_before(int end, int size) {        // that hold keys before `end`
   if (size == WHOLE) return end > 0;
-  auto part = [&](int from, int to, int s) { return (min(max(end - from, 0), to - from) + s - 1) / s; };
-  return part(0, GROW1, size) + part(GROW1, GROW2, 2 * size) + part(GROW2, GROW3, 4 * size) + part(GROW3, WHOLE, 8 * size);
+  const int log2 = 31 - __clz(size);
+  auto part = [&](int from, int to, int s) { return (min(max(end - from, 0), to - from) + (1 << s) - 1) >> s; };
+  return part(0, GROW1, log2) + part(GROW1, GROW2, log2 + 1) + part(GROW2, GROW3, log2 + 2) + part(GROW3, WHOLE, log2 + 3);
 }
 // The tile from position k is the last of its unit, or of the job.
 __device__ __forceinline__ bool unit_ends(int k, bool last) { return last || ((k + TILE) & (size_at(k, UNIT) - 1)) == 0; }
@@ -86,14 +87,27 @@ struct __align__(16) Job {
 };
 constexpr int SHARED_KEYS = 0, OWN_KEYS = 1;
 
-struct __align__(16) Row { int length, count, token, lines; long long part, unused; };   // part: its first partial
 // span: what one partial covers (UNIT, GROUP or WHOLE). next, left: jobs taken beyond the first of each block; zero between launches.
 // live: nodes of all rows; of each of them a Node.
 struct __align__(16) Head { int jobs, span; u32 next, left; int live, unused[3]; };
-struct __align__(8) Node { int row, node; };
+struct __align__(16) Node {
+  int length, token, lines, row;      // committed tokens and lines of its row; flat index
+  long long part, unused;             // partial of its head 0 over the row's first span
+};
 
-// Partials are kept in the order in which lanes hold them. Of attend.cu: float 4q.. of each piece of 16 columns are columns 2q, 2q+1, 2q+8,
-// 2q+9. Of columns.cu: float 8 (8 (4v + w) + g) + 2t + h is column 256v + 64t + 16w + 8h + g.
+// What a launch reads of a step, and partial results. These are kept in the order in which lanes hold them. Of attend.cu: float 4q.. of each
+// piece of 16 columns are columns 2q, 2q+1, 2q+8, 2q+9. Of columns.cu: float 64 (4v + w) + 32x + 4g + 2y + h is column 256v + 64 (2x + y)
+// + 16w + 8h + g, so that what a warp stores at once is whole lines of memory.
+struct Inputs {
+  const bf16 *q, *q_pe, *cache;         // [lines, LATENT], [lines, ROPE] with rows pe_stride apart, [slots, WIDTH]
+  int pe_stride;
+  const int* table;                     // [rows, pages]
+  int pages;
+  const u64* masks;                     // [tokens, words]
+  int words, heads;
+  float scale;                          // of the scores, times log2(e)
+};
+struct Partials { float* o; float2* ml; };   // [.., LATENT], [..]
 
 #ifndef EMULATION
 extern __shared__ __align__(1024) unsigned char raw[];

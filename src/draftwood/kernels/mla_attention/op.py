@@ -29,12 +29,11 @@ from draftwood.kernels.mla_attention.sizes import (
     NARROW,
     NODE_BYTES,
     PARTIAL_BYTES,
-    ROW_BYTES,
     SHAPES,
     Form,
     Law,
     Need,
-    fold_warps,
+    fold_columns,
     law_for,
     need,
     shape_for,
@@ -44,6 +43,8 @@ from draftwood.kernels.mla_attention.sizes import (
 FOLDER = Path(__file__).parent
 MOST_NODES, MOST_ROWS = 65, 256
 LOG2E = 1.4426950408889634
+PLAN_THREADS, FOLD_THREADS = 1024, (128, 256)
+"""Threads of a block of plan.cu; of combine.cu, if a warp has a line and if a block has a part of one."""
 
 
 def fits(shape: Form, arch: str, width: int) -> bool:
@@ -61,10 +62,10 @@ def _variants(latent: int, rope: int, law: Law) -> list[Variant]:
     given, found = sizes(latent, rope, law), []
     for columns in sorted({shape.columns for shape in shapes}):
         archs = HOPPER if columns else ARCHS
-        found.append(Variant(Source(FOLDER / "plan.cu", "mla_plan", given | {"COLUMNS": int(columns)}), 256, archs=archs))
-        for warps in (1, 4, 16):
-            macros = given | {"WARPS": warps, "COLUMNS": int(columns)}
-            found.append(Variant(Source(FOLDER / "combine.cu", "mla_combine", macros), warps * 32, spill=32, archs=archs))
+        found.append(Variant(Source(FOLDER / "plan.cu", "mla_plan", given | {"COLUMNS": int(columns)}), PLAN_THREADS, archs=archs))
+        for cols in (0, 32, 64, 128):
+            macros = given | {"FOLDED": cols, "COLUMNS": int(columns)}
+            found.append(Variant(Source(FOLDER / "combine.cu", "mla_combine", macros), FOLD_THREADS[cols > 0], archs=archs))
     return found + [_variant(shape, latent, rope, law) for shape in shapes]
 
 
@@ -96,10 +97,9 @@ def flops(heads: int, lengths: list[int], counts: list[int], latent: int = 512, 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Work list (jobs, row_info, head, live) and partial results of a step; never read before it is written."""
+    """Work list (jobs, head, live) and partial results of a step; never read before it is written."""
 
     jobs: Tensor
-    row_info: Tensor
     head: Tensor
     live: Tensor
     part_o: Tensor
@@ -113,7 +113,6 @@ def allocate(needed: Need, heads: int, latent: int, device: torch.device | str) 
     floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
     return Scratch(
         jobs=torch.zeros(needed.jobs * JOB_BYTES, dtype=torch.uint8, device=device),
-        row_info=torch.zeros(needed.rows * ROW_BYTES, dtype=torch.uint8, device=device),
         head=torch.zeros(HEAD_BYTES // 4, dtype=torch.int32, device=device),
         live=torch.zeros(needed.tokens, NODE_BYTES // 4, dtype=torch.int32, device=device),
         part_o=floats(needed.parts, latent), part_ml=floats(needed.parts, 2),
@@ -167,27 +166,30 @@ class MlaAttention:
         self.grid = min(self.max_jobs, self.blocks)
 
     def _buffers(self, device: torch.device, scratch: Scratch | None) -> None:
-        needed = Need(self.rows, self.tokens, self.parts, self.max_jobs)
+        needed = Need(self.tokens, self.parts, self.max_jobs)
         given = allocate(needed, self.heads, self.latent, device) if scratch is None else scratch
-        self.jobs, self.row_info, self.head, self.live = given.jobs, given.row_info, given.head, given.live
+        self.jobs, self.head, self.live = given.jobs, given.head, given.live
         self.part_o, self.part_ml, self.own_o, self.own_ml = given.part_o, given.part_ml, given.own_o, given.own_ml
-        held = Need(len(self.row_info) // ROW_BYTES, len(self.own_o), len(self.part_o), len(self.jobs) // JOB_BYTES)
+        held = Need(min(len(self.own_o), len(self.live)), len(self.part_o), len(self.jobs) // JOB_BYTES)
         if not needed.within(held) or self.own_o.shape[1:] != (2, self.heads, self.latent):
             raise ValueError(f"scratch for {held} does not hold {needed} of {self.heads} heads of {self.latent}")
 
     def _load(self, law: Law, device: int) -> None:
         self._macros = sizes(self.latent, self.rope, law) | {"COLUMNS": int(self.shape.columns)}
+        self._early = not self.shape.columns  # sizes.COLUMNS says why
         self._device = device
         shared = self.shape.shared_bytes(self.latent + self.rope)
         self._plan = _kernel("plan.cu", "mla_plan", self._macros, device)
         macros = self.shape.macros(self.latent, self.rope, law)
         self._attend = _kernel(self.shape.file, "mla_attend", macros, device, shared)
-        self.fold_with(fold_warps(self.tokens * self.heads))
+        self.fold_with(fold_columns(self.tokens * self.heads))
 
-    def fold_with(self, warps: int) -> None:
-        """Let `fold` have blocks of 1, 4 or 16 warps: for times only."""
-        self.fold_warps = warps
-        self._combine = _kernel("combine.cu", "mla_combine", self._macros | {"WARPS": warps}, self._device)
+    def fold_with(self, cols: int) -> None:
+        """Let `fold` have blocks of 32, 64 or 128 columns, or warps of whole lines (0): for times only."""
+        lines = self.tokens * self.heads
+        self._fold_grid = (lines, -(-self.latent // cols)) if cols else (-(-lines * 32 // FOLD_THREADS[0]), 1)
+        self._fold_threads = FOLD_THREADS[cols > 0]
+        self._combine = _kernel("combine.cu", "mla_combine", self._macros | {"FOLDED": cols}, self._device)
 
     def plan(self, lengths: Tensor, counts: Tensor, starts: Tensor) -> None:
         """Write the step's work list. lengths, counts, starts [rows] int32 or int64: committed tokens, live nodes (0 for an
@@ -198,8 +200,8 @@ class MlaAttention:
             arrays += [x, np.int32(1 if x.dtype == torch.int32 else 2)]
         numbers: list[Any] = [np.int32(x) for x in (self.rows, self.heads, self.shape.lines, self.span, self.blocks)]
         numbers += [np.int64(self.parts), np.int32(self.max_jobs)]
-        grid = min(32, -(-self.max_jobs // 256))
-        self._plan(grid, 256, [*arrays, *numbers, self.jobs, self.row_info, self.head, self.live], pdl=True)
+        grid = min(16, -(-self.max_jobs // PLAN_THREADS))
+        self._plan(grid, PLAN_THREADS, [*arrays, *numbers, self.jobs, self.head, self.live], pdl=True)
 
     def __call__(self, q: Tensor, q_pe: Tensor, cache: Tensor, table: Tensor, masks: Tensor, out: Tensor) -> Tensor:
         """Attend in one layer and return `out`.
@@ -226,16 +228,15 @@ class MlaAttention:
         pages = np.int32(table.shape[1])
         given = [q, q_pe, np.int32(apart), cache, table, pages, masks, words, np.int32(h), self._scale]
         parts = [self.part_o, self.part_ml, self.own_o, self.own_ml]
-        self._attend(self.grid, self.shape.threads(self.latent), [*given, self.jobs, self.head, *parts], pdl=True)
+        self._attend(self.grid, self.shape.threads(self.latent), [*given, self.jobs, self.head, *parts], pdl=self._early)
 
     def fold(self, masks: Tensor, out: Tensor) -> Tensor:
         """The second half of a call: partial results to `out`, which is returned."""
         h = self.heads
         _expect("out", out, (self.tokens, h, self.latent), (torch.bfloat16,))
-        numbers = [self._words(masks), np.int32(h)]
+        given = [self.head, self.live, np.int32(self.tokens), masks, self._words(masks), np.int32(h)]
         parts = [self.part_o, self.part_ml, self.own_o, self.own_ml]
-        grid = (self.tokens * h, -(-self.latent // 128))
-        self._combine(grid, 32 * self.fold_warps, [self.row_info, self.head, self.live, masks, *numbers, *parts, out], pdl=True)
+        self._combine(self._fold_grid, self._fold_threads, [*given, *parts, out], pdl=self._early)
         return out
 
     def _words(self, masks: Tensor) -> np.int32:

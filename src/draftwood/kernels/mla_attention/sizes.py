@@ -12,7 +12,7 @@ from typing import ClassVar
 from draftwood.errors import ConfigError
 
 PAGE = 64
-JOB_BYTES, ROW_BYTES, HEAD_BYTES, NODE_BYTES = 64, 32, 32, 8
+JOB_BYTES, HEAD_BYTES, NODE_BYTES = 64, 32, 32
 MOST_JOBS = 1 << 18
 PARTIAL_BYTES = 4 << 30
 """What partial results of a bucket may take by default. If a step needs more, its blocks walk whole rows and need little."""
@@ -33,7 +33,7 @@ class Law:
         return sum(-(-max(0, min(context, end) - begin) // (size << i)) for i, (begin, end) in enumerate(pairwise(ends)))
 
 
-FEW, MANY = Law(128, 4, (2048, 32768, 65536)), Law(256, 4, (4096, 16384, 65536))
+FEW, MANY = Law(128, 4, (2048, 32768, 65536)), Law(256, 4, (2048, 8192, 32768))
 
 
 def law_for(heads: int) -> Law:
@@ -114,7 +114,7 @@ class Columns:
     def shared_bytes(self, width: int) -> int:
         """Dynamic shared memory of a block (the sum in columns.cu, which checks it)."""
         keys = self.slots * PAGE + self.lines
-        return keys * 1152 + (1024 if self.eights > 8 else 0) + self.lines * (20 if self.walk else 12) + self.slots * 24 + 8
+        return keys * 1152 + (1024 if self.eights > 8 else 0) + self.lines * (20 if self.walk else 12) + self.slots * 24 + 16
 
     def macros(self, latent: int, rope: int, law: Law) -> dict[str, int]:
         """Return the macros of columns.cu."""
@@ -141,7 +141,7 @@ SHAPES: dict[str, Form] = {
     "u4": Shape(4, 4, spill=1024, archs=LARGE),
     "g4": Shape(4, 4, walk=True, spill=8192, archs=LARGE),
     "c1": Columns(1, 3),
-    "c9": Columns(9, 2, spill=128),
+    "c9": Columns(9, 2),
     "d4": Columns(4, 2, walk=True, spill=2048),
 }
 """u: partial results of units; g: of groups, or whole rows. Then tiles of 16 lines; s: little shared memory. c, d: the same with
@@ -155,7 +155,8 @@ MOST_BYTES = 1 << 30
 
 
 COLUMNS = False
-"""Whether Hopper takes the forms of columns.cu. All buckets or none: their bits are not those of attend.cu (layout.cuh, LAW)."""
+"""Whether Hopper takes the forms of columns.cu. All buckets or none: their bits are not those of attend.cu (layout.cuh, LAW). Off:
+an illegal access, seen where they start before the launch ahead has ended, is not explained (docs/LOG.md)."""
 
 
 def choose(rows: int, nodes: int, heads: int, context: int, arch: str) -> str:
@@ -164,25 +165,28 @@ def choose(rows: int, nodes: int, heads: int, context: int, arch: str) -> str:
     work = rows * lines * context
     fits = rows * lines * law.pieces(context, law.unit) * 2056 <= MOST_BYTES
     if COLUMNS and arch in HOPPER and heads % 8 == 0:
-        return "d4" if not fits else "c1" if lines == 8 else "c9"
+        if not fits:
+            return "d4"
+        return "c1" if lines == 8 or (lines <= 64 and rows <= 8 and context <= 65536) else "c9"
     if arch == "sm_120a":
         return "u1s" if work <= 8 << 20 else "g1s"
     if lines <= 16:
         return "u1" if rows < 32 and fits else "g1"
     if work <= 5 << 18:
         return "u1" if work <= 1 << 18 else "u2"
-    if rows >= 8 and lines <= 640:
+    if rows >= 8 and lines <= 640 and (heads <= 16 or not fits):
         return "g2"
     if lines <= 96:
-        return "g2" if heads <= 16 else "u1" if work <= 4 << 20 else "u2"
-    return "u4" if fits else "g4"
+        return "g2" if heads <= 16 else "u1" if rows < 8 and work <= 4 << 20 else "u2"
+    if not fits:
+        return "g4"
+    return "u2" if rows >= 8 and work <= 4 << 20 else "u4"
 
 
 @dataclass(frozen=True)
 class Need:
-    """How much memory an MlaAttention uses: rows, tokens, partial results and jobs that it has room for."""
+    """How much memory an MlaAttention uses: tokens, partial results and jobs that it has room for."""
 
-    rows: int
     tokens: int
     parts: int
     jobs: int
@@ -197,13 +201,14 @@ class Need:
 
     def nbytes(self, heads: int, latent: int) -> int:
         """Bytes of `allocate`."""
-        work = self.jobs * JOB_BYTES + self.rows * ROW_BYTES + HEAD_BYTES + self.tokens * NODE_BYTES
+        work = self.jobs * JOB_BYTES + HEAD_BYTES + self.tokens * NODE_BYTES
         return work + (self.parts + 2 * self.tokens * heads) * (latent + 2) * 4
 
 
-def fold_warps(lines: int) -> int:
-    """Warps of a block of combine.cu for so many lines of all rows: enough that all multiprocessors have work."""
-    return 16 if lines <= 32 else 4 if lines <= 128 else 1
+def fold_columns(lines: int) -> int:
+    """Columns of a block of combine.cu for so many lines of all rows, 0 where a warp has a whole line: few lines need many blocks,
+    for each may have hundreds of partials."""
+    return 32 if lines <= 16 else 64 if lines <= 64 else 128 if lines <= 128 else 0
 
 
 def shape_for(rows: int, nodes: int, heads: int, context: int, latent: int, arch: str, name: str | None = None) -> Form:
@@ -237,4 +242,4 @@ def need(
             f"attention of {rows} rows x {nodes} nodes x {heads} heads over {context} tokens needs "
             f"{parts * per_partial} B of partial results, limit {partial_bytes}; take a shape that walks"
         )
-    return Need(rows, tokens, parts, jobs)
+    return Need(tokens, parts, jobs)

@@ -1,5 +1,5 @@
 """Times every shape, and other laws, at the benchmark's sizes: what `choose`, `COLUMNS` and `law_for` of sizes.py are filled from,
-and how many warps a block of combine has for how many lines (sizes.fold_warps).
+and how many columns a block of combine has for how many lines (sizes.fold_columns).
 
 `python -m draftwood.kernels.mla_attention.sweep FOLDER [--seconds S]` runs unattended. It first checks that shapes of a family
 agree and that a node equals it decoded alone; then it writes one JSON line per measurement to FOLDER/mla_sweep.jsonl. A shape that
@@ -62,7 +62,7 @@ def sources(arch: str) -> list[jit.Source]:
             if op.fits(shape, arch, 576) and (holds or shape.columns):
                 more = given | {"COLUMNS": int(shape.columns)}
                 one = [jit.Source(op.FOLDER / "plan.cu", "mla_plan", more)]
-                one += [jit.Source(op.FOLDER / "combine.cu", "mla_combine", more | {"WARPS": warps}) for warps in (1, 4, 16)]
+                one += [jit.Source(op.FOLDER / "combine.cu", "mla_combine", more | {"FOLDED": cols}) for cols in (0, 32, 64, 128)]
                 one.append(jit.Source(op.FOLDER / shape.file, "mla_attend", shape.macros(512, 64, law)))
                 found |= {f"{s.file}{s.label()}": s for s in one}
     return list(found.values())
@@ -122,9 +122,9 @@ def times(sweep: Sweep, device: torch.device, arch: str) -> None:
             took: dict[str, Any] = {"attend_us": round(time_graph(case.partials, len(case.tables), 5), 2)}
             took["plan_us"] = round(time_graph(case.plan, 1, 5), 2)
             took["combine_us"] = {}
-            for warps in (1, 4, 16):
-                case.op.fold_with(warps)
-                took["combine_us"][warps] = round(time_graph(case.fold, len(case.tables), 5), 2)
+            for cols in (0, 32, 64, 128):
+                case.op.fold_with(cols)
+                took["combine_us"][cols] = round(time_graph(case.fold, len(case.tables), 5), 2)
             sweep.say(best=best[1], us=round(best[0], 2), **took)
 
 

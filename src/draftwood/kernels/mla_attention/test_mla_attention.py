@@ -121,7 +121,7 @@ class Recorder:
         self.parameters = [" ".join(p.split()) for p in inside[1].split(",")]
 
     def __call__(self, grid: int | tuple[int, ...], block: int, args: list[object], pdl: bool = False) -> None:
-        assert pdl and len(args) == len(self.parameters)
+        assert len(args) == len(self.parameters)
         for arg, parameter in zip(args, self.parameters, strict=True):
             kind = parameter.rsplit(" ", 1)[0]
             if "*" in parameter:
@@ -142,16 +142,16 @@ def test_launches_match_the_signatures(name: str, monkeypatch: pytest.MonkeyPatc
     step = make([300, 5], [5, 3], 8)
     attend(step, name)
     assert [entry for entry, _, _ in Recorder.launched] == ["mla_plan", "mla_attend", "mla_combine"]
-    assert Recorder.launched[1][2] == op.SHAPES[name].threads(512) and Recorder.launched[2][1] == 2 * 5 * 8 * 4
+    assert Recorder.launched[1][2] == op.SHAPES[name].threads(512) and Recorder.launched[2][1:] == (2 * 5 * 8 * 4, 256)
 
 
 # ------------------------------------------------------------------------------------------------- emulation
 
 
-def _emulator(folder: Path, shape: op.Form, latent: int, rope: int) -> Path:
-    binary = folder / f"emulator_{shape.lines}"
+def _emulator(folder: Path, shape: op.Form, latent: int, rope: int, cols: int = 0) -> Path:
+    binary = folder / f"emulator_{shape.lines}_{cols}"
     span = SMALL.unit * (SMALL.per if shape.walk else 1)
-    macros = shape.macros(latent, rope, SMALL) | {"WARPS": 1 if shape.walk else 4, "LINES": shape.lines, "SPAN": span}
+    macros = shape.macros(latent, rope, SMALL) | {"FOLDED": cols, "LINES": shape.lines, "SPAN": span}
     flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-w", "-DEMULATION", *(f"-D{k}={v}" for k, v in macros.items())]
     subprocess.run(["g++", *flags, "-o", str(binary), str(op.FOLDER / "emulation" / "main.cpp")], check=True)
     return binary
@@ -181,7 +181,7 @@ def _emulate(binary: Path, shape: op.Form, step: scenario.Step, whole: bool = Fa
 @pytest.mark.parametrize("name", ["u1", "g4", "c9", "nano"])
 def test_emulated_kernels_are_the_reference_whatever_blocks_do(tmp_path: Path, name: str) -> None:
     shape, latent, rope = (op.NARROW, 96, 16) if name == "nano" else (op.SHAPES[name], 512, 64)
-    binary = _emulator(tmp_path, shape, latent, rope)
+    binary = _emulator(tmp_path, shape, latent, rope, {"g4": 64, "c9": 32, "nano": 128}.get(name, 0))
     step = make([850, 0], [5, 3], 8, latent=latent, rope=rope)
     got, some = _emulate(binary, shape, step), live(step)
     assert error(got[some], reference(step)[some]) < 1e-2
@@ -195,7 +195,8 @@ def test_emulated_kernels_are_the_reference_whatever_blocks_do(tmp_path: Path, n
 def test_emulated_lines_as_columns_have_the_same_bits_in_every_form(tmp_path: Path) -> None:
     step = make([1100], [6], 8, kind="near")  # units and groups of two sizes, 48 lines of two bases
     one, nine, four = (
-        _emulate(_emulator(tmp_path, op.SHAPES[name], 512, 64), op.SHAPES[name], step) for name in ("c1", "c9", "d4")
+        _emulate(_emulator(tmp_path, op.SHAPES[name], 512, 64, cols), op.SHAPES[name], step)
+        for name, cols in (("c1", 0), ("c9", 64), ("d4", 128))
     )
     assert same(one, nine) and same(four, nine) and error(nine, reference(step)) < 1e-2
 
@@ -225,7 +226,8 @@ PROBE = jit.Source(op.FOLDER / "emulation" / "probe.cu", "probe")
 def _probed() -> tuple[torch.Tensor, torch.Tensor]:
     """Operands a [64, 64] and b [72, 64] whose products are exact in float32."""
     made = torch.Generator().manual_seed(0)
-    return tuple(torch.randint(-4, 5, (n, 64), generator=made).bfloat16() for n in (64, 72))  # type: ignore[return-value]
+    a, b = (torch.randint(-4, 5, (n, 64), generator=made).bfloat16() for n in (64, 72))
+    return a, b
 
 
 def _check_probe(a: torch.Tensor, b: torch.Tensor, along: torch.Tensor, across: torch.Tensor, turned: torch.Tensor) -> None:
@@ -338,7 +340,7 @@ def test_a_row_does_not_depend_on_other_rows_their_number_its_slot_or_pages(shap
             step.q[t : t + n].contiguous(), step.q_pe[t : t + n].contiguous(), cache, table, *ints,
             step.masks[t : t + n].contiguous(), [step.prefixes[row]], [step.latents[row]], [step.paths[row]],
         )  # fmt: skip
-        assert same(attend(own, {"c9": "d4", "d4": "c9"}.get(shape)), got[t : t + n]), f"row {row}"
+        assert same(attend(own, {"c9": "d4", "d4": "c9"}.get(shape, "u1s")), got[t : t + n]), f"row {row}"
 
 
 @gpu
@@ -412,7 +414,7 @@ def test_128_rows_of_33_nodes(shape: str, partial_bytes: int) -> None:
     got, some = attend(step, shape, partial_bytes), live(step)
     assert error(got[some], reference(step, torch.float32)[some].double()) < 6e-3
     for row in (0, 50, 127):
-        assert same(attend(alone(step, row, 30), "c1" if op.SHAPES[shape].columns else None)[0], got[row * 33 + 30])
+        assert same(attend(alone(step, row, 30), "c1" if op.SHAPES[shape].columns else "u1s")[0], got[row * 33 + 30])
 
 
 @gpu

@@ -25,13 +25,13 @@ static Step random_step(std::mt19937& random) {
   return s;
 }
 
-struct Planned { Head head; std::vector<Job> jobs; std::vector<Row> info; std::vector<Node> live; };
+struct Planned { Head head; std::vector<Job> jobs; std::vector<Node> live; };
 static Planned plan(const Step& s) {
   const int rows = s.lengths.size();
-  Planned p{{}, std::vector<Job>(1 << 20), std::vector<Row>(rows), std::vector<Node>(s.starts.back() + 68)};
+  Planned p{{}, std::vector<Job>(1 << 20), std::vector<Node>(s.starts.back() + 68)};
   run_grid({2, 1, 1}, {planning::THREADS, 1, 1}, [&] {
     planning::mla_plan(s.lengths.data(), 1, s.counts.data(), 1, s.starts.data(), 1, rows, s.heads, s.lines, s.span, s.blocks, 1ll << 40, 1 << 20,
-                       p.jobs.data(), p.info.data(), &p.head, p.live.data());
+                       p.jobs.data(), &p.head, p.live.data());
   });
   p.jobs.resize(p.head.jobs);
   return p;
@@ -41,14 +41,21 @@ static Planned plan(const Step& s) {
 static const char* fault(const Step& s, const Planned& p) {
   std::map<std::pair<int, int>, std::map<int, int>> runs;       // of (row, first line): begin -> end
   std::map<int, int> own;                                       // of a token: heads that have jobs
+  std::map<int, long long> part;                                // of a row: its first partial
+  std::set<std::pair<int, int>> live;
+  for (int i = 0; i < p.head.live; i++) {
+    const Node& at = p.live[i];
+    const int node = at.token - s.starts[at.row];
+    if (at.length != s.lengths[at.row] || at.lines != s.counts[at.row] * s.heads) return "a live node of another row";
+    if (part.emplace(at.row, at.part - (long long)node * s.heads).first->second != at.part - (long long)node * s.heads) return "a node's partials elsewhere";
+    live.insert({at.row, node});
+  }
   for (const Job& j : p.jobs) {
     if (j.kind == OWN_KEYS) { own[j.token] += j.live; continue; }
     if (j.begin >= j.end || j.begin != round_up(j.begin, s.span)) return "a run that is empty or begins within a span";
-    if (j.part != p.info[j.row].part + (long long)pieces_before(j.begin, s.span) * j.step + j.first) return "a partial elsewhere";
+    if (j.part != part[j.row] + (long long)pieces_before(j.begin, s.span) * j.step + j.first) return "a partial elsewhere";
     if (!runs[{j.row, j.first}].emplace(j.begin, j.end).second) return "two runs from one key";
   }
-  std::set<std::pair<int, int>> live;
-  for (int i = 0; i < p.head.live; i++) live.insert({p.live[i].row, p.live[i].node});
   size_t nodes = 0, blocks = 0;
   for (size_t r = 0; r < s.lengths.size(); r++) {
     const int count = s.counts[r], top = count ? base_of(s.lengths[r] + count - 1) : 0;

@@ -61,6 +61,7 @@ inline int __float2int_rn(float x) { return (int)lrintf(x); }
 inline float ex2(float x) { return exp2f(x); }
 inline float __frcp_rn(float a) { return 1.f / a; }
 inline u32 atomicAdd(u32* p, u32 v) { const u32 old = *p; *p += v; return old; }
+inline int __clz(int v) { return v ? __builtin_clz((u32)v) : 32; }
 inline int __popcll(u64 v) { return __builtin_popcountll(v); }
 template <class T> inline T __ldcs(const T* p) { return *p; }
 
@@ -126,7 +127,7 @@ inline bool __all_sync(u32, bool v) {
 // ---- asynchronous copies arrive either at once or as late as allowed (DEFER in the environment)
 struct Copy { u32 to; const void* from; int kind; };          // 0 zeros, 1 copy, 2 a commit, 3 an arrival at mbarrier `to`
 static const bool defer_copies = getenv("DEFER") != nullptr, from_last = getenv("FROM_LAST") != nullptr;
-static std::deque<Copy> waiting[512];
+static std::deque<Copy> waiting[1024];
 struct Phases { int threads, missing, phase; };
 static std::map<u32, Phases> mbarriers;
 inline void arrive(const Copy& c) {

@@ -35,7 +35,6 @@ int main(int, char** argv) {
   const auto q = take<bf16>(), q_pe = take<bf16>(), cache = take<bf16>();
   fclose(file);
   std::vector<Job> list(jobs);
-  std::vector<Row> info(rows);
   std::vector<Node> live(tokens, Node{-1, -1});
   Head head{};
   std::vector<float> o((size_t)parts * LATENT, NAN), own_o((size_t)tokens * 2 * heads * LATENT, NAN);
@@ -43,15 +42,17 @@ int main(int, char** argv) {
   std::vector<bf16> out((size_t)tokens * heads * LATENT, bf16{0x7fff});
   run_grid({2, 1, 1}, {planning::THREADS, 1, 1}, [&] {
     planning::mla_plan(lengths.data(), 1, counts.data(), 1, starts.data(), 1, rows, heads, LINES, SPAN, blocks, parts,
-                       jobs, list.data(), info.data(), &head, live.data());
+                       jobs, list.data(), &head, live.data());
   });
   if (head.jobs > jobs) return 4;
   run_grid({min(blocks, head.jobs), 1, 1}, {attending::THREADS, 1, 1}, [&] {
     attending::mla_attend(q.data(), q_pe.data(), ROPE, cache.data(), table.data(), pages, masks.data(), words, heads, scale[0], list.data(), &head,
                           o.data(), ml.data(), own_o.data(), own_ml.data());
   });
-  run_grid({tokens * heads, (LATENT + 127) / 128, 1}, {32 * WARPS, 1, 1}, [&] {
-    combining::mla_combine(info.data(), &head, live.data(), masks.data(), words, heads, o.data(), ml.data(), own_o.data(), own_ml.data(), out.data());
+  const int lines = tokens * heads;
+  const dim3 grid = FOLDED ? dim3{lines, (LATENT + FOLDED - 1) / max(FOLDED, 1), 1} : dim3{(lines * 32 + combining::THREADS - 1) / combining::THREADS, 1, 1};
+  run_grid(grid, {combining::THREADS, 1, 1}, [&] {
+    combining::mla_combine(&head, live.data(), tokens, masks.data(), words, heads, o.data(), ml.data(), own_o.data(), own_ml.data(), out.data());
   });
   file = fopen(argv[2], "wb");
   fwrite(out.data(), sizeof(bf16), out.size(), file);
