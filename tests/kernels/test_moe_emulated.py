@@ -109,20 +109,18 @@ def test_one_launch_leaves_what_several_do(rows: int, live: int) -> None:
     layer, many = Layer(rows), rows > 16
     for tile, rank in ((8, (0, 16)), (24, (4, 8)), (64, (13, 3)))[many : 2 if many else 3]:
         want = layer.route(tile, rank, live)
-        for form in ("whole", "beside")[many:]:
-            found = layer.route(tile, rank, live, form=form)
-            for name in ("experts", "weights", "pairs", "jobs", "njobs"):
-                a, b = getattr(want, name), getattr(found, name)
-                assert torch.equal(a.view(torch.int32), b.view(torch.int32)), (name, form, tile, rank)
+        found = layer.route(tile, rank, live, form="beside")
+        for name in ("experts", "weights", "pairs", "jobs", "njobs"):
+            a, b = getattr(want, name), getattr(found, name)
+            assert torch.equal(a.view(torch.int32), b.view(torch.int32)), (name, tile, rank)
 
 
 def test_many_rows_are_several_launches_and_unknown_forms_are_refused() -> None:
-    layer = Layer(129)
-    assert torch.equal(layer.route(8, form="beside").pairs, layer.route(8).pairs)
-    assert [route_op.launches(n, "whole") for n in (1, 16, 17, 128, 129)] == [1, 1, 1, 1, 3]
+    assert [route_op.launches(n, route_op.best_form(n)) for n in (1, 16, 17, 128, 129)] == [2, 2, 1, 1, 3]
     assert [route_op.launches(n) for n in (1, 16, 17, 129)] == [2, 2, 3, 3]
-    with pytest.raises(ValueError, match="form 'all' must be one of parts, whole, beside"):
-        Layer(1).route(8, form="all")
+    for rows, form in ((1, "all"), (129, "beside")):
+        with pytest.raises(ValueError, match=f"form '{form}' must be parts, or up to 128 rows beside, .* it is for {rows}"):
+            Layer(rows).route(8, form=form)
 
 
 def test_router_does_not_see_other_rows_or_padding() -> None:

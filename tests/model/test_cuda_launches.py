@@ -87,7 +87,7 @@ def test_a_forward_s_launches_fit_their_kernels(recorded: Counter[str], bucket: 
     forward = target.bind(bucket)
     recorded.clear()
     step.run(forward, memory.cache, index)
-    said = dict(work.launches(target.sizes, bucket, chosen, target.router))
+    said = dict(work.launches(target.sizes, bucket, chosen))
     said.pop("router parts", None)
     assert recorded.total() == total(tuple(said.items()))
 
@@ -112,7 +112,7 @@ def test_a_forward_of_k26_fits_its_kernels(
     memory.table = torch.zeros(1, 2, dtype=torch.int32)
     step = Step.make(bucket, [Row(0, 0, [5], chain(1))], memory).to("meta")
     step.run(target.bind(bucket), memory.cache)
-    assert recorded.total() == total(work.launches(target.sizes, bucket, router=target.router)) - 2 * (bucket.tokens > 1024)
+    assert recorded.total() == total(work.launches(target.sizes, bucket)) - 2 * (bucket.tokens > 1024)
     drafter = CudaDrafter(draft, dummy_drafter(draft, layout, "meta"), layout, comm, target, 4096)
     at = DraftBucket(rows, 8, min(8, 1 + budget), 2048)
     drafter.reserve([at])

@@ -18,6 +18,7 @@ from torch import Tensor
 from draftwood import nano
 from draftwood.kernels.jit import Kernel
 from draftwood.kernels.mla_attention.op import arch
+from draftwood.kernels.moe_route import op as route_op
 from draftwood.kernels.tree.ref import Flat
 from draftwood.model.config import K2_6, K2_6_DRAFT, DrafterConfig, ModelConfig, read_drafter_config, read_model_config, resized
 from draftwood.model.costs import total
@@ -117,26 +118,25 @@ def run(pair: Pair, bucket: Bucket, rows: list[Row], memory: Memory, garbage: in
     return list(zip(logits.split(sizes), taps.split(sizes), strict=True))
 
 
-@pytest.mark.parametrize("router", ["parts", "whole", "beside"])
-def test_kernels_beside_each_other_give_the_same_bits(pair: Pair, router: str) -> None:
+@pytest.mark.parametrize("router", route_op.FORMS)
+def test_kernels_beside_each_other_give_the_same_bits(pair: Pair, router: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device from a graph, which leaves the least time between them, and with two inputs in turn: what one leaves behind
     in a cache is wrong for the other."""
     memory = pair.prefilled()
     for bucket, sizes in ((Bucket.of(1, 0, 512), ((1,), (1,))), (Bucket.of(4, 16, 512), ((17, 4), (1, 9, 17, 3)))):
-        usual = pair.target.router
         pair.target.reserve([bucket])
         steps = [
             Step.make(bucket, [pair.row(i, n, 61 + 9 * s + i) for i, n in enumerate(nodes)], memory, s)
             for s, nodes in enumerate(sizes)
         ]
         want = [[x.clone() for x in step.run(pair.target.bind(bucket), memory.copy().cache)] for step in steps]
-        pair.target.router = router
-        again = Replayed(pair, bucket, steps[0], memory.copy().cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(route_op, "best_form", lambda rows: router)
+            again = Replayed(pair, bucket, steps[0], memory.copy().cache)
         for turn in range(40 if pair.device.type == "cuda" else 2):
             step = steps[turn % 2]
             got = again(step)
             assert all(same(a[: step.total], b) for a, b in zip(got, want[turn % 2], strict=True)), (bucket, turn)
-        pair.target.router = usual
 
 
 class Replayed:
@@ -352,7 +352,7 @@ def test_a_step_launches_what_the_formula_says(device_pair: Pair, monkeypatch: p
         forward, step = pair.target.bind(bucket), Step.make(bucket, [pair.row(0, 1, 71)], memory)
         count[0] = 0
         step.run(forward, memory.copy().cache)
-        assert count[0] == total(work.launches(pair.target.sizes, bucket, router=pair.target.router))
+        assert count[0] == total(work.launches(pair.target.sizes, bucket))
 
 
 def test_a_workspace_is_what_the_formula_says(device_pair: Pair) -> None:

@@ -71,25 +71,21 @@ def test_workspaces_are_what_the_formulas_say(cuda_refs: Calls) -> None:  # noqa
     assert held(drafter.work) == total(work.draft_workspace_bytes(drafter.sizes, drafts))
 
 
-@pytest.mark.parametrize("router", route_op.FORMS)
 @pytest.mark.parametrize("bucket", [Bucket.of(1, 0, 64), Bucket.of(2, 8, 64), Bucket(3, 60, 60, 2, 64)], ids=str)
-def test_launches_are_what_the_formula_says(cuda_refs: Calls, bucket: Bucket, router: str) -> None:  # noqa: F811
+def test_launches_are_what_the_formula_says(cuda_refs: Calls, bucket: Bucket) -> None:  # noqa: F811
     ours, chosen = made(), bucket.verified < bucket.tokens
     ours.reserve([bucket])
     memory = Memory(NARROW, 1, 2, "cpu")
     index = (torch.zeros(bucket.verified, dtype=torch.int64), torch.ones(1, dtype=torch.int32)) if chosen else None
-    ours.router = router
     forward = ours.bind(bucket)
     cuda_refs.clear()
     Step.make(bucket, [Row(0, 0, [5], chain(1))], memory).run(forward, memory.cache, index)
-    assert dict(cuda_refs.launches) == dict(work.launches(ours.sizes, bucket, chosen, router))
+    assert dict(cuda_refs.launches) == dict(work.launches(ours.sizes, bucket, chosen))
 
 
-@pytest.mark.parametrize(("router", "rows", "want"), [
-    ("parts", 1, "route up down"), ("whole", 1, "route up down"), ("beside", 1, "up route down"), ("beside", 129, "route up down"),
-])  # fmt: skip
+@pytest.mark.parametrize(("rows", "want"), [(n, "up route down" if 16 < n <= 128 else "route up down") for n in (1, 16, 17, 129)])
 def test_a_router_beside_the_shared_expert_follows_what_waits_for_the_norm(
-    cuda_refs: Calls, monkeypatch: pytest.MonkeyPatch, router: str, rows: int, want: str  # noqa: F811
+    cuda_refs: Calls, monkeypatch: pytest.MonkeyPatch, rows: int, want: str  # noqa: F811
 ) -> None:
     """Between its two products, the second of which waits for the router and so for the first."""
     ours, seen = made(), []
@@ -109,7 +105,6 @@ def test_a_router_beside_the_shared_expert_follows_what_waits_for_the_norm(
     monkeypatch.setattr(route_op, "route", routed)
     bucket, memory = Bucket.of(rows, 0, 64), Memory(NARROW, 1, 2, "cpu")
     ours.reserve([bucket])
-    ours.router = router
     Step.make(bucket, [Row(0, 0, [5], chain(1))], memory).run(ours.bind(bucket), memory.cache)
     assert [name for name in seen if name != "-"] == want.split()
     at = [seen.index(name) for name in want.split()]

@@ -23,7 +23,6 @@ from unittest import mock
 import torch
 
 from draftwood.kernels.case import read_peak, time_graph
-from draftwood.kernels.jit import Source
 from draftwood.kernels.linear import op as linear_op
 from draftwood.kernels.mla_attention import op as attention_op
 from draftwood.kernels.moe_int4 import op as moe_op
@@ -47,31 +46,15 @@ PARTS = {
 }  # fmt: skip
 
 
-LATE = "late go"
-
-
-def _late(make: Callable[..., Source], *given: int) -> Source:
-    source = make(*given)
-    return Source(source.file, source.entry, {**source.macros, "EARLY": 0})
-
-
 def _nothing(*args: Any, **given: Any) -> Any:
     return given.get("out")
 
 
 @contextmanager
 def without(family: str, names: dict[Any, str]) -> Iterator[None]:
-    """Leave out the launches of a family: one of PARTS, a linear operation's name, or "" for none. Or run in another order, or
-    with small kernels that let the next one start only when they have waited themselves."""
+    """Leave out the launches of a family: one of PARTS, a linear operation's name, or "" for none. Or run in another order."""
     if family in OTHERWISE:
         with mock.patch.object(Forward, "_moe", OTHERWISE[family]):
-            yield
-        return
-    if family == LATE:
-        real_norm, real_rope = norm_op._kernel, norm_op._rope_kernel
-        norm = functools.cache(lambda device, make, *given: real_norm(device, functools.partial(_late, make), *given))
-        rope = functools.cache(lambda device, entry, macros: real_rope(device, entry, (*macros, ("EARLY", 0))))
-        with mock.patch.multiple(norm_op, _kernel=norm, _rope_kernel=rope):
             yield
         return
     if family in PARTS:
@@ -211,19 +194,17 @@ class Bench:
         took = timed(run, "", self.names)
         self.report.line(
             rows=rows, budget=budget, ms=took * 1e3, floor_ms=floor * 1e3, x_floor=took / floor, experts=experts,
-            launches=total(work.launches(self.target.sizes, forward.bucket, router=self.target.router)),
+            launches=total(work.launches(self.target.sizes, forward.bucket)),
         )  # fmt: skip
-        want, usual = run()[0].clone(), self.target.router
-        for router in route_op.FORMS:
-            if self.report.late or (router != "parts" and forward.bucket.tokens > route_op.WHOLE_ROWS):
-                continue
-            self.target.router = router
-            other = case(self.target, rows, budget, self.context)[1]
+        want = run()[0].clone()
+        for router in route_op.FORMS if forward.bucket.tokens <= route_op.WHOLE_ROWS else ():
+            if self.report.late:
+                return
+            with mock.patch.object(route_op, "best_form", lambda rows, router=router: router):
+                other = case(self.target, rows, budget, self.context)[1]
             took = timed(other, "", self.names)
             same = bool(torch.equal(other()[0], want))
             self.report.line(rows=rows, budget=budget, router=router, ms=took * 1e3, same_bits=same)
-        self.target.router = usual
-        self.report.line(rows=rows, budget=budget, order=LATE, ms=timed(run, LATE, self.names) * 1e3)
 
     def families(self, rows: int, budget: int) -> None:
         """Without one family of kernels at a time."""

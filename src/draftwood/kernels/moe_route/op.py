@@ -24,10 +24,12 @@ ROW_BLOCKS = ((128, 32), (MOST_ROWS, 128))
 """(rows of a call, rows that one block of the score kernel walks): more blocks, or each weight read less often."""
 WHOLE_ROWS, WHOLE_BLOCK = ROW_BLOCKS[0]
 """Rows up to which all may be one launch."""
-FORMS = ("parts", "whole", "beside")
-"""Ways to launch, of the same bits. parts: two launches for up to FUSED_ROWS rows, else three. whole: one, in which the last block
-of some rows chooses and the last of all makes the lists. beside: that, without waiting for the kernel before. More than WHOLE_ROWS
-rows are always parts."""
+FORMS = ("parts", "beside")
+"""Ways to launch, of the same bits. parts: two launches for up to FUSED_ROWS rows, else three. beside: one, in which the last block
+of some rows chooses and the last of all makes the lists, without waiting for the kernel before; up to WHOLE_ROWS rows."""
+EARLY_ROWS = 8
+"""Rows up to which both launches let the next kernel start early: the shared expert's weights then fill its rings meanwhile (.1 ms
+of 10.4 for one row of K2.6); beyond, its blocks would be in the way (.2 of 23.1 for nine)."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +164,14 @@ def variants() -> list[Variant]:
     return [_variant(entry, shape, parts) for shape in shapes for entry, parts in entries]
 
 
+def best_form(rows: int) -> str:
+    """The form that is fastest within a layer, as measured on an H200; beside the shared expert's first product."""
+    return "beside" if FUSED_ROWS < rows <= WHOLE_ROWS else "parts"
+
+
 def launches(rows: int, form: str = "parts") -> int:
     """Launches of a call for `rows` rows."""
-    if form != "parts" and rows <= WHOLE_ROWS:
+    if form == "beside":
         return 1
     return 2 if rows <= FUSED_ROWS else 3
 
@@ -174,32 +181,33 @@ def route(
 ) -> None:  # fmt: skip
     """Choose experts for x [rows, H] bfloat16 and make the lists of the grouped GEMMs, cut into jobs of `tile` pairs.
 
-    live int32 [1] on the device: rows that count; the others are padding. rows: how many of x's rows to launch for (all).
-    form: one of FORMS. "beside" is right only if x, `live` and what last used `out` are older than the kernel before, which waits
-    for its own predecessor before it lets the next kernel start; what follows may rely on that kernel's end.
-    Raises ValueError when shapes, types or the capacity of `out` do not fit, and for a form that there is not.
+    live int32 [1] on the device, older than the four kernels before: rows that count; the others are padding. rows: how many of
+    x's rows to launch for (all). form: one of FORMS. "beside" is right only if x, `live` and what last used `out` are older than
+    the kernel before, which waits for its own predecessor before it lets the next kernel start; what follows may rely on that
+    kernel's end. Raises ValueError when shapes, types or the capacity of `out` do not fit, and for a form that there is not.
     """
     n = x.shape[0] if rows is None else rows
     _check(x, router, live, out, tile, n)
-    if form not in FORMS or (form != "parts" and out.tickets.numel() < 1 + WHOLE_ROWS // WHOLE_BLOCK):
-        raise ValueError(f"form {form!r} must be one of {', '.join(FORMS)}, and all but parts need tickets in the lists")
+    if form not in FORMS or (form == "beside" and (n > WHOLE_ROWS or out.tickets.numel() < 1 + WHOLE_ROWS // WHOLE_BLOCK)):
+        raise ValueError(f"form {form!r} must be parts, or up to {WHOLE_ROWS} rows beside, with tickets in lists; it is for {n}")
     shape, arg = router.shape, np.int32
     parts, device = router.weight.shape[0], x.device.index or 0
     get = functools.partial(_kernel, shape=shape, device=device)
     held = (arg(n), arg(out.first), arg(out.held))
     block = next(walked for most, walked in ROW_BLOCKS if n <= most)
     grid = (shape.experts // 16, shape.segments, -(-n // block))
-    if form != "parts" and n <= WHOLE_ROWS:
+    if form == "beside":
         given = (router.weight, x, live, out.partial, router.bias, out.experts, out.weights, out.pairs, out.jobs, out.njobs)
-        numbers = (arg(n), arg(block), *held[1:], np.float32(router.scale), arg(tile), arg(form == "beside"))
+        numbers = (arg(n), arg(block), *held[1:], np.float32(router.scale), arg(tile))
         get("whole", parts=parts)(grid, 32 * shape.warps, (*given, out.tickets, *numbers), pdl=pdl)
         return
-    get("scores", parts=parts)(grid, 32 * shape.warps, (router.weight, x, live, out.partial, arg(n), arg(block)), pdl=pdl)
+    early = arg(n <= EARLY_ROWS)
+    get("scores", parts=parts)(grid, 32 * shape.warps, (router.weight, x, live, out.partial, arg(n), arg(block), early), pdl=pdl)
     scale, cut = np.float32(router.scale), arg(tile)
     chosen = (out.partial, router.bias, live, out.experts, out.weights)
     listed = (out.pairs, out.jobs, out.njobs)
     if n <= FUSED_ROWS:
-        get("choose_lists", parts=1)(1, 1024, (*chosen, *listed, *held, scale, cut), pdl=pdl)
+        get("choose_lists", parts=1)(1, 1024, (*chosen, *listed, *held, scale, cut, early), pdl=pdl)
         return
     get("choose", parts=1)(n, 128, (*chosen, *held, scale), pdl=pdl)
     get("lists", parts=1)(1, 1024, (out.experts, live, *listed, *held, cut), shared=_list_bytes(out.held, n), pdl=pdl)

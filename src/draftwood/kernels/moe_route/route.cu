@@ -93,11 +93,12 @@ __device__ __forceinline__ void score_rows(Sums* sums, const uint4* W, const bf1
 #ifdef SCORES
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 scores(const uint4* __restrict__ W, const bf16* __restrict__ x, const int* __restrict__ live, float* __restrict__ partial,
-       int rows, int row_block) {
+       int rows, int row_block, int early) {
   __shared__ Sums sums[2];
-  score_rows<false>(sums, W, x, live, partial, rows, row_block, [] {
+  score_rows<false>(sums, W, x, live, partial, rows, row_block, [&] {
+    if (early) pdl_go_early();
     pdl_wait();
-    pdl_go();                                  // go after wait: the next kernel reads *live ahead of its own
+    if (!early) pdl_go();                      // go after wait, or *live is older than all that went early
   });
 }
 #endif
@@ -278,18 +279,20 @@ lists(const int* __restrict__ experts, const int* __restrict__ live, int* __rest
 #endif
 
 #ifdef CHOOSE_LISTS
-// One block of 1024 threads, at most 16 rows.
+// One block of 1024 threads, at most 16 rows. early, of this and of scores: the next kernel may start, and fetch its weights, before
+// this one has waited; *live is older than all the kernels in a row that do so and the one before them.
 extern "C" __global__ void __launch_bounds__(1024)
 choose_lists(const float* __restrict__ partial, const float* __restrict__ bias, const int* __restrict__ live,
              int* __restrict__ experts, float* __restrict__ weights, int* __restrict__ pairs, int4* __restrict__ jobs,
-             int* __restrict__ njobs, int rows, int first, int held, float scale, int tile) {
+             int* __restrict__ njobs, int rows, int first, int held, float scale, int tile, int early) {
   __shared__ float score[16 * EXPERTS], biases[EXPERTS];
   __shared__ u32 mask[EXPERTS], at[EXPERTS + 33];
   __shared__ int chosen[16 * TOPK];
-  const int n = min(rows, *live);
+  const int n = min(rows, load_new(live));
   for (int e = threadIdx.x; e < EXPERTS; e += 1024) biases[e] = bias[e];
+  if (early) pdl_go_early();
   pdl_wait();
-  pdl_go();
+  if (!early) pdl_go();
   choose_rows(score, partial, biases, rows, 0, n, first, held, scale, experts, weights, chosen);
   __syncthreads();
   if (n * TOPK > 32 || n > tile) make_lists<1024, false>(mask, at, chosen, n, 1, first, held, tile, pairs, jobs, njobs);
@@ -313,22 +316,19 @@ __device__ __forceinline__ bool last_of(int* ticket, int count) {
 }
 
 // Grid as scores. tickets: [1 + row blocks], zero between launches.
-// beside: x and *live are older than the kernel before, whose blocks have all waited for who wrote them before they let this one
-// start (its pdl_wait comes before its pdl_go). Then nothing here waits for it but the end, so that what comes next may rely on it.
+// Runs beside the kernel before by rule (d) of common.cuh: x and *live are older than that one, whose blocks have all waited for who
+// wrote them before they let this one start. Nothing here waits for it but the end, so that what comes next may rely on it.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 whole(const uint4* __restrict__ W, const bf16* x, const int* live, float* partial, const float* __restrict__ bias, int* experts,
       float* weights, int* pairs, int4* jobs, int* njobs, int* tickets, int rows, int row_block, int first, int held, float scale,
-      int tile, int beside) {
+      int tile) {
   constexpr int WORDS = 128 / 32 | 1;
   __shared__ union {                           // one after the other
     Sums sums[2];
     struct { float score[WARPS * EXPERTS], biases[EXPERTS]; } choosing;
     struct { u32 mask[EXPERTS * WORDS], at[EXPERTS + 33]; } listing;
   } space;
-  score_rows<true>(space.sums, W, x, live, partial, rows, row_block, [&] {
-    if (!beside) pdl_wait();
-    pdl_go();                                  // beside: rule (d) of common.cuh
-  });
+  score_rows<true>(space.sums, W, x, live, partial, rows, row_block, [] { pdl_go_early(); });
   if (!last_of(tickets + 1 + blockIdx.z, gridDim.x * gridDim.y)) return;
   const int n = min(rows, load_new(live)), from = blockIdx.z * row_block, to = min(n, from + row_block);
   for (int e = threadIdx.x; e < EXPERTS; e += 32 * WARPS) space.choosing.biases[e] = bias[e];
@@ -342,6 +342,6 @@ whole(const uint4* __restrict__ W, const bf16* x, const int* live, float* partia
   if (n * TOPK > 32 || n > tile)
     make_lists<32 * WARPS, true>(space.listing.mask, space.listing.at, experts, n, words, first, held, tile, pairs, jobs, njobs);
   else if (threadIdx.x < 32) few_lists<true>(experts, n, first, held, pairs, jobs, njobs);
-  if (beside) pdl_wait();
+  pdl_wait();
 }
 #endif

@@ -193,10 +193,10 @@ def test_one_launch_leaves_what_several_do(shape: op.Shape, exact: bool) -> None
         x = torch.randn(rows, shape.hidden, device="cuda").to(torch.bfloat16)
         for tile, rank, live in ((8, None, rows), (24, (shape.experts // 4, shape.experts // 2), rows), (64, None, rows // 2)):
             want = _run(x, router, tile, live, rank)
-            out = _run(x, router, tile, live, rank, form="whole")
+            out = _run(x, router, tile, live, rank, form="beside")
             graph, count = torch.cuda.CUDAGraph(), torch.tensor([live], dtype=torch.int32, device="cuda")
             with torch.cuda.graph(graph):
-                op.route(x, router, count, out, tile, form="whole")
+                op.route(x, router, count, out, tile, form="beside")
             for _ in range(20):
                 for name in ("experts", "weights", "pairs", "jobs", "njobs"):
                     a, b = getattr(want, name), getattr(out, name)

@@ -4,6 +4,7 @@
 // One row per block of THREADS threads: grid n.
 // h = x[index ? index[row] : row] (+ delta[row], rounded); residual, tap <- h where given; y = norm(h) * weight.
 // index: rows of an embedding, or the rows that are wanted.  residual may be x when there is no index.
+// late: the next kernel starts when all has been read, for what it fetches would delay that; else before this one has waited.
 #ifndef THREADS
 #define THREADS 256
 #endif
@@ -13,14 +14,15 @@ static_assert(WIDTH % 8 == 0 && THREADS % 32 == 0 && WARPS <= 32, "whole chunks 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)   // 1: else ptxas stops at 40 registers on sm_100a and spills
 rms_norm(const bf16* x, const bf16* delta, const bf16* weight, const long long* index, const int* rows, bf16* residual,
          bf16* tap, bf16* y, long long x_stride, long long delta_stride, long long residual_stride, long long tap_stride,
-         long long y_stride, float eps) {
+         long long y_stride, float eps, int late) {
   __shared__ float sums[32];
   const int tid = threadIdx.x, row = blockIdx.x;
   uint4 w[OWN], raw[OWN], more[OWN];
 #pragma unroll
   for (int i = 0; i < OWN; i++)
     if (tid + i * THREADS < CHUNKS) w[i] = load16_once(weight + (tid + i * THREADS) * 8);
-  go_and_wait();
+  if (!late) pdl_go_early();
+  pdl_wait();
   // All loads before the first is waited for. A row of x itself may be one that does not count; a gathered one is nowhere then.
   const int live = rows ? load_int(rows) : row + 1;
   const long long at = index ? load_long(index + row) : (long long)row;
@@ -50,10 +52,10 @@ rms_norm(const bf16* x, const bf16* delta, const bf16* weight, const long long* 
     if (tap) store16(tap + row * tap_stride + c, h);
     sum += squares(v[i]);
   }
-  if (!y) return;
   sum = warp_sum(sum);
   if ((tid & 31) == 0) sums[tid >> 5] = sum;
   __syncthreads();
+  if (late) go_late();
   sum = warp_sum((tid & 31) < WARPS ? sums[tid & 31] : 0.f);
   const float scale = scale_of(sum, WIDTH, eps);
 #pragma unroll

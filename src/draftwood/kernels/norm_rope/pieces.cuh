@@ -5,19 +5,16 @@
 // fp32 on bf16 values (two products, then their sum or difference, each rounded, not fused), rounded to bf16 once.
 // LAW 1.  A row belongs to one block, or a head to one group of lanes, whatever else runs; all sums have one order:
 //   a lane's own values ascending, the butterfly of warp_sum, then the warps ascending through a second butterfly.
-// PDL.  With EARLY the next kernel's blocks may start before this one has waited, so that they fetch their weights while the
-//   kernel before this one ends, not only while this one runs: common.cuh, rule (b).
+// PDL.  A kernel that goes early lets the next one's blocks start before this one has waited, so that they fetch their weights while
+//   the kernel before this one ends, not only while this one runs: common.cuh, rule (b).
 #pragma once
 #include "../rounded.cuh"
 
-#ifndef EARLY
-#define EARLY 1
-#endif
 __device__ __forceinline__ void go_and_wait() {
-  if (EARLY) pdl_go_early();
+  pdl_go_early();
   pdl_wait();
-  if (!EARLY) pdl_go();
 }
+__device__ __forceinline__ void go_late() { pdl_go(); }                // some time after the wait
 // By common.cuh's rule (d): read through load_new, wait at the end.
 __device__ __forceinline__ void go_beside() { pdl_go(); }
 

@@ -55,9 +55,6 @@ class CudaTarget:
         table = rope_table(config.rope, config.qk_rope_head_dim, known, config.rope.amplitude, self.device)
         self.turns = torch.view_as_real(table).contiguous()
         self.work: Workspace | None = None
-        self.router = "beside"
-        """How forwards that are bound from now on launch the router (moe_route.op.FORMS); "beside": beside the shared expert's
-        first product."""
 
     @torch.inference_mode(False)
     def reserve(self, buckets: Sequence[Bucket]) -> None:
@@ -102,8 +99,7 @@ class Forward:
         self.plans = [moe_op.choose(experts, len(part), c.num_experts) for part in self.chunks] if c.num_moe_layers else []
         self.begins = torch.tensor([part.start for part in self.chunks], dtype=torch.int32, device=target.device)
         self.lives = torch.zeros_like(self.begins)
-        whole = len(self.chunks) == 1 and bucket.tokens <= route_op.WHOLE_ROWS
-        self.router = target.router if whole else "parts"
+        self.router = route_op.best_form(bucket.tokens)
         self.routed: Tensor | None = None
         """Set to int32 [MoE layers, T, k] to have runs leave there which experts each live node chose in each layer."""
 
@@ -213,8 +209,8 @@ class Forward:
     def _moe(self, index: int, mlp: PackedMoE, nodes: _Nodes) -> None:
         """Routed experts plus the shared one, to `delta`; the router takes at most 1024 nodes at a time.
 
-        The router goes first: it keeps few multiprocessors busy, and the shared expert's kernel loads weights meanwhile. Or it runs
-        beside that kernel, which needs the same normed nodes and has waited for them when the router may start.
+        The router goes first: it keeps few multiprocessors busy, and the shared expert's kernel loads weights meanwhile. Or, where
+        that is faster, it runs beside that kernel, which needs the same normed nodes and has waited for them when it may start.
         """
         w, between = self.work, None
         assert w.lists is not None and w.experts is not None

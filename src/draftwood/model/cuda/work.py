@@ -21,8 +21,8 @@ from draftwood.parallel.layout import Layout
 PARTIALS = 1 << 30
 """Bytes that partial attention of a bucket may take; where more would be needed, blocks walk whole rows."""
 MOST_ROUTED, WHOLE_ROWS, FUSED_ROWS, TICKETS = 1024, 128, 16, 5
-"""As in kernels/moe_route: nodes of one call of the router, up to which it may be one launch, up to which it is else two, not
-three; and numbers that the one launch counts with."""
+"""As in kernels/moe_route: nodes of one call of the router, up to which it is one launch, of few nodes up to which it is two (else
+three); and numbers that the one launch counts with."""
 DRAFT_CHUNK, DRAFT_QUERIES, DRAFT_SPLIT = 128, 64, 16
 """As in kernels/draft_attention: places per chunk, queries per block, blocks up to which a row is spread."""
 
@@ -253,20 +253,18 @@ def draft_workspace_bytes(sizes: DraftSizes, buckets: Sequence[DraftBucket]) -> 
 # ---------------------------------------------------------------------------------------------------------------- a step
 
 
-def launches(sizes: Sizes, bucket: Bucket, chosen: bool = False, router: str = "parts") -> Table:
-    """Kernel launches of one forward, by kernel. chosen: only some nodes are verified, which takes one norm more. router: its form
-    (kernels/moe_route)."""
+def launches(sizes: Sizes, bucket: Bucket, chosen: bool = False) -> Table:
+    """Kernel launches of one forward, by kernel. chosen: only some nodes are verified, which takes one norm more."""
     c, layers, moe = sizes.config, sizes.config.num_layers, sizes.config.num_moe_layers
     parts = [len(part) for part in chunks(bucket.tokens)]
     several = {"router parts": 2} if len(parts) > 1 else {}
-    once = router != "parts" and bucket.tokens <= WHOLE_ROWS
     found = {
         "attention plan": 1,
         "add_norm": (2 + (bucket.tokens > STREAM_ROWS)) * layers + 1 + chosen,
         "linear": sum(sizes.times().values()),
         "turn_and_store": layers,
         "attention": 2 * layers,
-        "moe_route": moe * sum(1 if once else 2 if n <= FUSED_ROWS else 3 for n in parts),
+        "moe_route": moe * sum(2 if n <= FUSED_ROWS else 1 if n <= WHOLE_ROWS else 3 for n in parts),
         "moe_int4": moe * sum(2 if n <= few_rows(sizes.columns) else 3 for n in parts),
     }
     return tuple((found | several if c.num_moe_layers else found).items())
