@@ -1,13 +1,14 @@
 // Best-first growth: one block per row, the trees of ref.grow node for node.
 //
 // Every node offers one child at a time, its best not yet taken. Warp 0 takes the best offer (key, token, serial), adds it as a
-// node, and there are two new offers: the parent's next child and the node's first. This is one warp's latency times the nodes, so: a
-// lane keeps the keys of two nodes' offers in registers, the rest lies in shared memory, lists end with a score of -inf instead of a
-// test, and what a taken offer leads to is known before it is taken: of each node shared memory holds the two offers that would
-// follow. So one load gives the keys for the next search, and what the two new offers lead to is found beside that search, by four
-// lanes. Sums of scores are float64, as in the reference (negated: the lowest cost is the best), and every float32 operation stands in
-// its order, so equal candidates give equal trees. An offer that the cap refuses waits; when the cap rises it comes back behind
-// everything offered before and ahead of everything after, in the order of refusal.
+// node, and there are two new offers: the parent's next child and the node's first. One warp has no other to hide behind: an instruction
+// takes it two cycles and more, so nodes cost what they have instructions. A lane keeps the keys of two nodes' offers in registers; the
+// rest lies in shared memory. What a taken offer leads to is known before it is taken: of each node there lie the two offers that would
+// follow, and how the four are found that would follow these, so four lanes find them with one list of instructions, beside the search
+// for the next best. Lists end with a score of -inf instead of a test. Sums of scores are float64, as in the reference (negated: the
+// lowest cost is the best), and every float32 operation stands in its order, so equal candidates give equal trees. An offer that the cap
+// refuses waits; when the cap rises it comes back behind everything offered before and ahead of everything after, in the order of
+// refusal.
 //
 // TABLE 1: from depth 2 on the children of a node are those of its token, ranked before by `rank_children` (children.cu).
 // SPECIAL 1: with a spine or a correction, or with a table more children of a node than shared memory holds.
@@ -25,14 +26,17 @@
 constexpr int TOP = 64, NODES = 65, DEPTHS = 15, GROW_THREADS = TABLE ? 512 : 128;
 constexpr int HELD = 16;                               // with a table: ranks of a list in shared memory; SPECIAL reads others where they lie
 constexpr u32 FRESH = 1u << 15, EPOCH = 1u << 16;      // serial = epoch, then refused ones in order, then fresh ones in order
-constexpr u32 SPINE = 1u << 24, REFUSED = 1u << 25;
+// An offer in a word: place of the child | rank << 8 | depth << 16 (of the node that offers: the child's depth index) | flags.
+constexpr u32 RANK = 1u << 8, DEPTH = 1u << 16, SPINE = 1u << 24, REFUSED = 1u << 25;
+__device__ __forceinline__ int place_in(u32 offer) { return offer & 255; }
+__device__ __forceinline__ int rank_in(u32 offer) { return offer >> 8 & 255; }
+__device__ __forceinline__ int depth_in(u32 offer) { return offer >> 16 & 31; }
 
-// Shared memory of a block, in bytes: nodes; their parent + place << 8; how many nodes; then lists.
-// A node: what its offer leads to (offers of its next child and of the offered one's first: key, cost), tag, costs (its own, the offered
-// one's), places of the two. A tag: depth + rank << 8 + place << 16 + flags (rank and place: of the offered child), list of the node's
-// children, serial (of a refused offer its place among the refused).
-constexpr int NEXT = 0, BELOW = 16, TAG = 32, COST = 48, SPOTS = 64, NODE = 80;
-constexpr int PARENT = NODE * NODES, COUNT = PARENT + 4 * NODES, BEHIND = COUNT + 12;
+// Shared memory of a block, in bytes: nodes; links (parent, offer that was taken, cost as float64); how many nodes; then lists.
+// A node: for each of the two offers that follow its own (of its next child, of its child's first child) two recipes of what follows
+// (the next one, the first below), key and word; then its own offer's word and serial (of a refused one its place among the refused).
+constexpr int FOLLOW = 32, SLOT = 48, OFFER = 2 * SLOT, NODE = 112;
+constexpr int LINKS = NODE * NODES, COUNT = LINKS + 16 * NODES, BEHIND = COUNT + 16;
 static_assert(BEHIND % 16 == 0, "lists are loaded by 16 bytes");
 #if TABLE
 // ids [DEPTHS][TOP]: depth 1 best first, below by id. Lists: the root's, those of each depth's candidates, an empty one.
@@ -66,6 +70,14 @@ __device__ __forceinline__ void shared_store4(u32 a, u32 v) {
   memcpy(emulated::place(a, 4), &v, 4);
 #else
   asm volatile("st.shared.u32 [%0],%1;" ::"r"(a), "r"(v) : "memory");
+#endif
+}
+__device__ __forceinline__ void shared_store8(u32 a, u32 v, u32 w) {
+#ifdef EMULATION
+  memcpy(emulated::place(a, 8), &v, 4);
+  memcpy(emulated::place(a, 8) + 4, &w, 4);
+#else
+  asm volatile("st.shared.v2.u32 [%0],{%1,%2};" ::"r"(a), "r"(v), "r"(w) : "memory");
 #endif
 }
 __device__ __forceinline__ void shared_store1(u32 a, u32 v) {
@@ -115,31 +127,34 @@ struct Growth {
   const float* correction;
   int depths, ranks, spine, width, D;
 };
-struct Child { double score; u32 place; };             // of rank `rank`, or a score of -inf
+struct Child { double score; u32 place; };             // of a list, or a score of -inf
 
-__device__ __forceinline__ Child child_of(const Source& from, const Growth& how, int list, int rank) {
+// The child at place `at` of all lists, list * LINE + rank.
+__device__ __forceinline__ Child child_at(const Source& from, const Growth& how, int at, u32 offer) {
 #if TABLE
 #if SPECIAL
+  const int rank = rank_in(offer);
   if (rank >= HELD) {
+    const int list = (at - rank) / LINE;
     if (rank >= how.width || list == EMPTY) return {(double)minus_infinity(), 0};
     if (list == 0) return {(double)first_score(from.z[rank], from.norm[0]), (u32)rank};
     return {(double)from.scores[(list - 1) * TOP + rank], from.places[(list - 1) * TOP + rank] & (TOP - 1u)};
   }
 #endif
-  const u32 at = list * LINE + rank;
   const u32 score = shared_load4(from.base + SCORES + 4 * at), place = shared_load1(from.base + PLACES + at);
   return {(double)__uint_as_float(score), place};
 #else
-  const uint2 score = shared_load8(from.base + SCORES + 16 * (list * LINE + rank));
-  return {double_of(score.x, score.y), (u32)rank};
+  const uint2 score = shared_load8(from.base + SCORES + 16 * at);
+  return {double_of(score.x, score.y), (u32)rank_in(offer)};
 #endif
 }
-// List of the children of a node at this depth whose token is the candidate `place` of its depth index.
-__device__ __forceinline__ int list_of(const Growth& how, int depth, int place) {
+// Where the list of the offered child's own children begins.
+__device__ __forceinline__ int list_below(const Growth& how, u32 offer) {
+  const int depth = depth_in(offer) + 1;
 #if TABLE
-  return depth < how.D ? 1 + (depth - 1) * TOP + place : EMPTY;
+  return (depth < how.D ? 1 + depth_in(offer) * TOP + place_in(offer) : EMPTY) * LINE;
 #else
-  return min(depth, how.D);
+  return min(depth, how.D) * LINE;
 #endif
 }
 __device__ __forceinline__ u32 id_of(u32 base, int depth, int place) {       // of a candidate of this depth index
@@ -150,16 +165,14 @@ __device__ __forceinline__ u32 id_of(u32 base, int depth, int place) {       // 
 #endif
 }
 
-// A node and the child that it offers.
-struct Spot {
-  double cost, offered;
-  int depth, rank, list, place;                        // rank and place: of the offered one
-  bool spine;                                          // the node is the root, or the best child of such a node
-};
+// How an offer is found: the child at `at`, of a node with this cost; `offer` lacks the child's place.
+struct Recipe { double cost; u32 at, offer; };
 struct Offer { u64 key; double cost; };                // key ~0: nothing
-__device__ __forceinline__ Offer offer_of(const Growth& how, const Child& child, int depth, int rank, double cost, bool spine) {
-  Offer o = {~0ull, minus(cost, child.score)};
+__device__ __forceinline__ Offer offer_of(const Growth& how, const Child& child, const Recipe& by) {
+  Offer o = {~0ull, minus(by.cost, child.score)};
 #if SPECIAL
+  const bool spine = by.offer & SPINE;
+  const int depth = depth_in(by.offer), rank = rank_in(by.offer);
   if (how.correction) {
     const int at = (spine ? how.depths : 0) + min(depth, how.depths - 1);
     o.cost = minus(o.cost, (double)how.correction[at * how.ranks + min(rank, how.ranks - 1)]);
@@ -171,24 +184,18 @@ __device__ __forceinline__ Offer offer_of(const Growth& how, const Child& child,
   if ((u32)(bits_of(child.score) >> 32) != 0xfff00000u) o.key = key;
   return o;
 }
-// When x's offer is taken: x's next child; or, `below`, the first child of the taken one.
-__device__ __forceinline__ Child follower(const Source& from, const Growth& how, const Spot& x, bool below) {
-  return child_of(from, how, below ? list_of(how, x.depth + 1, x.place) : x.list, below ? 0 : x.rank + 1);
+// The first child of the one that this offer is about.
+__device__ __forceinline__ u32 word_below(u32 offer) {
+  return (offer & 31 * DEPTH) + DEPTH + (SPECIAL && (offer & (SPINE | 255 * RANK)) == SPINE ? SPINE : 0);
 }
-__device__ __forceinline__ Offer follow(const Growth& how, const Spot& x, bool below, const Child& child) {
-  return offer_of(how, child, x.depth + below, below ? 0 : x.rank + 1, below ? x.offered : x.cost, x.spine && !(below && x.rank));
-}
-// Lanes that are not `below` store x's tag, the others its costs.
-__device__ __forceinline__ void keep_spot(u32 at, const Spot& x, bool below, u32 flags, u32 serial) {
-  const u64 cost = bits_of(x.cost), offered = bits_of(x.offered);
-  const uint4 tag = make_uint4(x.depth | x.rank << 8 | x.place << 16 | flags | (x.spine ? SPINE : 0), x.list, serial, 0);
-  const uint4 costs = make_uint4((u32)cost, (u32)(cost >> 32), (u32)offered, (u32)(offered >> 32));
-  shared_store16(at + (below ? COST : TAG), below ? costs : tag);
-}
-__device__ __forceinline__ void keep_offer(u32 at, bool below, const Offer& o, u32 place) {
-  const u64 cost = bits_of(o.cost);
-  shared_store16(at + (below ? BELOW : NEXT), make_uint4((u32)o.key, (u32)(o.key >> 32), (u32)cost, (u32)(cost >> 32)));
-  shared_store4(at + SPOTS + (below ? 4 : 0), place);
+// Keeps an offer that follows a node's own, and the recipes of what follows that.
+__device__ __forceinline__ void keep(const Growth& how, u32 slot, const Recipe& by, const Child& child) {
+  const Offer o = offer_of(how, child, by);
+  const u32 word = by.offer | child.place;
+  const u64 cost = bits_of(by.cost), offered = bits_of(o.cost);
+  shared_store16(slot, make_uint4((u32)cost, (u32)(cost >> 32), by.at + 1, by.offer + RANK));
+  shared_store16(slot + 16, make_uint4((u32)offered, (u32)(offered >> 32), list_below(how, word), word_below(word)));
+  shared_store16(slot + FOLLOW, make_uint4((u32)o.key, (u32)(o.key >> 32), word, 0));
 }
 
 // Of offers that share the first half of the lowest key: the lowest key, token and serial.
@@ -202,14 +209,14 @@ __device__ __noinline__ int best_of_equals(u32 base, u64 first, u64 second, u32 
 #pragma unroll
   for (int i = 0; i < 2; i++)
     if (key[i] == best) {
-      const u32 tag = shared_load4(base + NODE * (lane + 32 * i) + TAG);
-      token[i] = id_of(base, tag & 255, tag >> 16 & 255);
+      const u32 offer = shared_load4(base + NODE * (lane + 32 * i) + OFFER);
+      token[i] = id_of(base, depth_in(offer), place_in(offer));
     }
   const u32 lowest = warp_min_u32(min(token[0], token[1]));
 #pragma unroll
   for (int i = 0; i < 2; i++)
     if (key[i] == best && token[i] == lowest) {
-      const u32 mine = shared_load4(base + NODE * (lane + 32 * i) + TAG + 8);
+      const u32 mine = shared_load4(base + NODE * (lane + 32 * i) + OFFER + 4);
       if (mine < serial) { serial = mine; found = lane + 32 * i; }
     }
   const u32 earliest = warp_min_u32(serial);
@@ -218,11 +225,9 @@ __device__ __noinline__ int best_of_equals(u32 base, u64 first, u64 second, u32 
 // The best offer's node, or -1. All lanes of warp 0.
 __device__ __forceinline__ int best_offer(const Source& from, const u64 (&key)[2]) {
   const u32 a = (u32)(key[0] >> 32), b = (u32)(key[1] >> 32), high = warp_min_u32(min(a, b));
-  if (high == ~0u) return -1;
-  const u32 first = __ballot_sync(ALL_LANES, a == high), second = __ballot_sync(ALL_LANES, b == high);
-  if ((first & (first - 1)) | (second & (second - 1)) | (first && second)) return best_of_equals(from.base, key[0], key[1], high);
-  const int low = 31 - leading_zeros(first), up = 63 - leading_zeros(second);  // nearly always
-  return first ? low : up;
+  const u32 first = __ballot_sync(ALL_LANES, a == high), second = __ballot_sync(ALL_LANES, b == high), all = first | second;
+  if ((all & (all - 1)) | (first & second)) return high == ~0u ? -1 : best_of_equals(from.base, key[0], key[1], high);
+  return 31 - leading_zeros(all) + (second ? 32 : 0);  // nearly always
 }
 
 // The cap has risen: offer again what it refuses no longer; what still is refused keeps its place among the refused.
@@ -231,33 +236,37 @@ __device__ __forceinline__ void offer_again(const Source& from, u64 (&key)[2], i
   for (int i = 0; i < 2; i++) {
     const int node = (threadIdx.x & 31) + 32 * i;
     const u32 at = from.base + NODE * node;
-    uint4 tag = shared_load16(at + TAG);
-    if (node >= n || !(tag.x & REFUSED) || (int)(tag.x >> 8 & 255) >= cap) continue;
-    const uint4 cost = shared_load16(at + COST);
-    key[i] = order_of(double_of(cost.z, cost.w));
-    tag.x &= ~REFUSED;
-    tag.z += epoch;
-    shared_store16(at + TAG, tag);
+    const uint2 offer = shared_load8(at + OFFER);
+    if (node >= n || !(offer.x & REFUSED) || rank_in(offer.x) >= cap) continue;
+    const uint2 offered = shared_load8(at + SLOT);     // the cost from which its children go on
+    key[i] = order_of(double_of(offered.x, offered.y));
+    shared_store8(at + OFFER, offer.x & ~REFUSED, offer.y + epoch);
   }
 }
 
 // Take offers until the tree is full or nothing is offered. Warp 0.
 __device__ __forceinline__ void grow_tree(const Source& from, const Growth& how, int budget, const int* caps, int steps) {
   const int lane = threadIdx.x & 31;
-  const bool below = lane & 2;                         // what this lane finds of what follows, of the new node if lane & 1
+  const bool young = lane & 1, below = lane & 2;       // this lane finds what follows of the new node, not of the one that offered it; below
+  u32 recipe_at = (young ? SLOT : 0) + (below ? 16 : 0), slot_at = below ? SLOT : 0;
+#ifndef EMULATION
+  asm volatile("mov.u32 %0,%0;\nmov.u32 %1,%1;" : "+r"(recipe_at), "+r"(slot_at));                 // kept, not found again for every node
+#endif
   int n = 1, step = 0, until = caps[0], cap = caps[1], e;
   u32 epoch = 0, refusals = 0, fresh = FRESH + 1;      // alike in all lanes
   u64 key[2] = {~0ull, ~0ull};                         // of the offers of nodes `lane` and `lane + 32`
   {
-    const Child child = child_of(from, how, 0, 0);
-    const Offer o = offer_of(how, child, 0, 0, 0.0, true);
-    const Spot root = {0.0, o.cost, 0, 0, 0, (int)child.place, true};
-    const Child next = follower(from, how, root, below);
-    if (lane == 0) key[0] = o.key;
-    if (!(lane & ~2)) {
-      keep_spot(from.base, root, below, 0, FRESH);
-      keep_offer(from.base, below, follow(how, root, below, next), next.place);
+    const Recipe first = {0.0, 0, SPECIAL ? SPINE : 0};
+    const Child child = child_at(from, how, 0, first.offer);
+    const Offer o = offer_of(how, child, first);
+    const u32 word = first.offer | child.place;
+    const Recipe by = below ? Recipe{o.cost, (u32)list_below(how, word), word_below(word)} : Recipe{0.0, 1, first.offer + RANK};
+    const Child next = child_at(from, how, by.at, by.offer);
+    if (lane == 0) {
+      key[0] = o.key;
+      shared_store8(from.base + OFFER, word, FRESH);
     }
+    if (!(lane & ~2)) keep(how, from.base + slot_at, by, next);
   }
   __syncwarp();
   e = best_offer(from, key);
@@ -275,41 +284,27 @@ __device__ __forceinline__ void grow_tree(const Source& from, const Growth& how,
     }
     if (e < 0) break;
     const u32 old = from.base + NODE * e, added = from.base + NODE * n;
-    const uint4 next = shared_load16(old + NEXT), first = shared_load16(old + BELOW);
-    const uint4 tag = shared_load16(old + TAG), cost = shared_load16(old + COST);
-    const uint2 places = shared_load8(old + SPOTS);
-    const int depth = tag.x & 255, rank = (tag.x >> 8 & 255) + 1, place = tag.x >> 16 & 255;
-    if (lane == 0) shared_store4(from.base + PARENT + 4 * n, e | place << 8);
-    if (n == budget) {
-      if (lane == 0) {
-        shared_store4(added + TAG, depth + 1);
-        shared_store16(added + COST, make_uint4(cost.z, cost.w, 0, 0));
-      }
-      n++;
-      break;
-    }
-    const bool refused = rank >= cap && (next.x & next.y) != ~0u;              // a first child never is
+    const uint4 next = shared_load16(old + FOLLOW), first = shared_load16(old + SLOT + FOLLOW), recipe = shared_load16(old + recipe_at);
+    const u32 taken = shared_load4(old + OFFER);
+    // Lane 1 has the recipe of the new node's next children: its cost.
+    if (lane < 2) shared_store8(from.base + LINKS + 16 * n + 8 * lane, lane ? recipe.x : e, lane ? recipe.y : taken);
+    if (n == budget) { n++; break; }
+    const bool refused = rank_in(next.z) >= cap && (next.x & next.y) != ~0u;   // a first child never is
     const u64 again = refused ? ~0ull : (u64)next.y << 32 | next.x, child = (u64)first.y << 32 | first.x;
     key[0] = lane == e ? again : lane == n ? child : key[0];
     key[1] = lane + 32 == e ? again : lane + 32 == n ? child : key[1];
-    Spot x = {double_of(cost.x, cost.y), double_of(next.z, next.w), depth, rank, (int)tag.y, (int)places.x, (tag.x & SPINE) != 0};
-    if (lane & 1) {
-      x = {double_of(cost.z, cost.w), double_of(first.z, first.w), depth + 1, 0, list_of(how, depth + 1, place), (int)places.y,
-           x.spine && rank == 1};
-    }
-    const u32 at = lane & 1 ? added : old;
-    const Child follows = follower(from, how, x, below);
+    const Recipe by = {double_of(recipe.x, recipe.y), recipe.z, recipe.w};
+    const u32 node = young ? added : old;
     __syncwarp();                                      // everybody has read what lay there
-    if (lane < 4) {
-      const bool held = refused && !(lane & 1);
-      keep_spot(at, x, below, held ? REFUSED : 0, held ? refusals : fresh + (lane & 1));
-    }
+    if (lane < 2)
+      shared_store8(node + OFFER, young ? first.z : next.z | (refused ? REFUSED : 0), young ? fresh + 1 : refused ? refusals : fresh);
     refusals += refused;
     n++;
     fresh += 2;
     __syncwarp();
+    const Child found = child_at(from, how, by.at, by.offer);                  // travels while the best is found
     e = best_offer(from, key);
-    if (lane < 4) keep_offer(at, below, follow(how, x, below, follows), follows.place);
+    if (lane < 4) keep(how, node + slot_at, by, found);
     __syncwarp();
   }
   if (lane == 0) shared_store4(from.base + COUNT, n);
@@ -403,13 +398,12 @@ grow(const int* ids, const float* z, const int* places, const float* norm, const
     float score = 0.f;
     u64 low = 0, high = 0;
     if (live && i) {
-      depth = shared_load4(base + NODE * i + TAG) & 255;
-      const u32 word = shared_load4(base + PARENT + 4 * i);
-      parent = word & 255;
-      token = (int)id_of(base, depth - 1, word >> 8);
-      const uint2 cost = shared_load8(base + NODE * i + COST);
-      score = (float)minus(0.0, double_of(cost.x, cost.y));
-      for (int a = i; a > 0; a = shared_load4(base + PARENT + 4 * a) & 255) {
+      const uint4 link = shared_load16(base + LINKS + 16 * i);
+      depth = depth_in(link.y) + 1;
+      parent = link.x;
+      token = (int)id_of(base, depth - 1, place_in(link.y));
+      score = (float)minus(0.0, double_of(link.z, link.w));
+      for (int a = i; a > 0; a = shared_load4(base + LINKS + 16 * a)) {
         if (a < 64) low |= 1ull << a; else high |= 1ull << (a - 64);
       }
     }

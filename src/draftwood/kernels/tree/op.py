@@ -27,7 +27,7 @@ _BLOCK_COST = 4.0
 """What a block of `pick` costs beyond its segments, in segments: until it has a good bound, many tokens come into its list."""
 _GROW_HELD = 16
 """Children of a node that growth with a table has at hand; more of them take another form (SPECIAL in grow.cu)."""
-_GROW_SHARED = (22_528, 86_016)
+_GROW_SHARED = (25_088, 89_088)
 """Bytes of a row's growth without and with a previous-token table; grow.cu asserts them."""
 
 
