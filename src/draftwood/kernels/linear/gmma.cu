@@ -20,6 +20,8 @@
 #endif
 
 constexpr int WARPS = (BLOCK + 3) / 4 * 4;             // whole groups of four; those beyond BLOCK multiply zeros
+constexpr int FIT = TILES > 9 ? 16 : TILES > 5 ? 20 : TILES > 3 ? 24 : 28;       // warps of a multiprocessor (plan.py: GMMA_WARPS)
+constexpr int RESIDENT = FIT < WARPS || TILES == 12 ? 1 : FIT / WARPS;           // blocks; two of 12 tiles would spill
 constexpr int STEP = 2048, XSLOT = TILES * 1024, AHEAD = DEPTH - 2 + XSTEPS, XSLOTS = AHEAD + XSTEPS + 1;
 
 // Grid and arguments as linear_wide's: (CLUSTER = S, ceil(n / 8 / TILES), heads * groups), groups = ceil(N / 16 / BLOCK).
@@ -27,7 +29,7 @@ constexpr int STEP = 2048, XSLOT = TILES * 1024, AHEAD = DEPTH - 2 + XSTEPS, XSL
 // Copy group g holds the weights of step g and x of step g+XSTEPS-1 (group 0 also the first x); at step s, groups 0..s are
 // complete, and a barrier every XSTEPS steps makes everybody's x visible and says that all products but those of the step before
 // it are done: the tensor cores always have a step to work on.
-extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(32 * WARPS)
+extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(32 * WARPS, RESIDENT)
 linear_gmma(const unsigned char* W, const bf16* X, void* Y, const bf16* residual, const int* rows, int n, int N, int K,
             int groups, long long x_stride, long long x_head, long long y_stride, long long y_head, int wide) {
   DYNAMIC_SHARED(unsigned char, smem);

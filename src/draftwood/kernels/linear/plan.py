@@ -245,7 +245,7 @@ def gmma_forms(shape: Shape, tiles: int, passes: int = 1) -> tuple[Form, ...]:
     most = shape.outputs // 16 if shape.heads > 1 else GMMA_WARPS[tiles]
     for block in range(1, min(GMMA_WARPS[tiles], 20, most) + 1):
         groups, blocks = -(-block // 4), -(-shape.outputs // (16 * block)) * shape.heads * s * passes
-        for resident in range(1, min(8, GMMA_WARPS[tiles] // (4 * groups)) + 1):
+        for resident in range(1, 2 if tiles == 12 and groups > 1 else min(8, GMMA_WARPS[tiles] // (4 * groups)) + 1):
             for depth, x_steps in itertools.product((3, 4, 5, 6, 8), (1, 2)):
                 shared = _gmma_shared(block, tiles, depth, x_steps)
                 fitting = (shared + RESERVED) * resident <= H200.total and shared <= H200.block
