@@ -307,8 +307,8 @@ class TestOnDevice:
             pytest.skip("they are an H200's")
         x, weight = _random(FEW[name], 300)
         want = op.linear(x, weight)
-        for n in (1, 8, 9, 17, 33, 65, 127, 128, 300):
-            for form in plan.candidates(weight.shape, n):
+        for n in (1, 9, 33, 65, 127, 300):
+            for form in {form.entry: form for form in reversed(plan.candidates(weight.shape, n))}.values():  # the first of each kernel
                 got = op.linear(x[:n].contiguous(), weight, form=form)
                 assert torch.equal(_bits(got), _bits(want[:n])), (form, n)
                 few = torch.full_like(got, 7.0)
