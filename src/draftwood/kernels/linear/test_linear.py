@@ -308,7 +308,8 @@ class TestOnDevice:
         x, weight = _random(FEW[name], 300)
         want = op.linear(x, weight)
         for n in (1, 9, 33, 65, 127, 300):
-            for form in {form.entry: form for form in reversed(plan.candidates(weight.shape, n))}.values():  # the first of each kernel
+            firsts = {form.entry: form for form in reversed(plan.candidates(weight.shape, n))}  # of each kernel
+            for form in firsts.values():
                 got = op.linear(x[:n].contiguous(), weight, form=form)
                 assert torch.equal(_bits(got), _bits(want[:n])), (form, n)
                 few = torch.full_like(got, 7.0)
