@@ -34,8 +34,8 @@ PARTS: dict[str, tuple[float, tuple[str, ...]]] = {
     "check-quick": (200, (*CHECK, "--prompts", "6", "--max-tokens", "48", "--budgets", "1,8,64", "--batch", "1,4")),
     "forward": (240, FORWARD),
     "forward-whole": (
-        280,
-        (*FORWARD, "--layers", "61", "--whole-only", "--seconds", "200", "--cases", "1x0,1x8,64x0,8x8,1x32,1x64"),
+        100,
+        (*FORWARD, "--layers", "61", "--whole-only", "--cases", "1x0,1x8,64x0,8x8,1x32,1x64"),
     ),
     "k26-small": (150, (*BENCH, "--layers", "4", "--rows", "1,2", "--budgets", "0,8")),
     "k26-plain": (240, (*BENCH, "--rows", "1,8,64,128", "--budgets", "0")),

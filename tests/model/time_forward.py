@@ -1,10 +1,9 @@
 """Where a forward's time goes, on a CUDA device: `python -m tests.model.time_forward [FILE] [--layers 9] [--cases 1x0,1x8]`.
 
 A forward of full-width K2.6 with random weights is captured whole, and again without one family of kernels at a time (results are
-then wrong; times are not): the difference is what that family costs between its neighbours, prefetching and gaps included. Kernels
-beside each other and two other orders of kernels are timed whole. `--trace` shows
-instead how long after its predecessor each kernel of a replay ended, which is what it costs where it stands. One line of JSON each
-on stdout.
+then wrong; times are not): the difference is what that family costs between its neighbours, prefetching and gaps included. The
+router's other form and two other orders of kernels are timed whole. `--trace` shows instead how long after its predecessor each
+kernel of a replay ended, which is what it costs where it stands. One line of JSON each on stdout.
 """
 
 import argparse
