@@ -65,7 +65,8 @@ def _variants(latent: int, rope: int, law: Law) -> list[Variant]:
         found.append(Variant(Source(FOLDER / "plan.cu", "mla_plan", given | {"COLUMNS": int(columns)}), PLAN_THREADS, archs=archs))
         for cols in (0, 32, 64, 128):
             macros = given | {"FOLDED": cols, "COLUMNS": int(columns)}
-            found.append(Variant(Source(FOLDER / "combine.cu", "mla_combine", macros), FOLD_THREADS[cols > 0], archs=archs))
+            fold = Source(FOLDER / "combine.cu", "mla_combine", macros)
+            found.append(Variant(fold, FOLD_THREADS[cols > 0], spill=16 if cols else 0, archs=archs))
     return found + [_variant(shape, latent, rope, law) for shape in shapes]
 
 
