@@ -42,8 +42,8 @@ __device__ __forceinline__ u64 block_before(u64 v, u64* room) {
 }
 
 // How many of sorted[0..n) the filters keep, or -1 when that depends on what comes after them. complete: nothing does.
-__device__ __forceinline__ int kept_of(const Node& a, const u64* sorted, int n, bool complete, int V, const float2* heat, int segments,
-                                       u64* room, int* small) {
+__device__ __forceinline__ int kept_of(const Node& a, const u64* sorted, int n, bool complete, int V, const float2* heat,
+                                       int segments, u64* room, int* small) {
   const int first = threadIdx.x * LISTS;
   const float peak = key_value(sorted[0]), bound = least_kept(a.min_p, peak);
   int mine = 0;
@@ -109,8 +109,9 @@ __device__ __forceinline__ void conclude(const Step& step, int m, int row, int n
   }
 }
 
-// Grid (count), or without filters 4 of them a block. choices, scores [M]; where [R][N]: m of each verified node. With fronts (count = R;
-// null: all nodes, count = M): row r's node is front[r], -1: none; next[r] becomes the verified child that holds the choice, or -1.
+// Grid (count), or without filters 4 of them a block. choices, scores [M]; where [R][N]: m of each verified node. With fronts
+// (count = R; null: all nodes, count = M): row r's node is front[r], -1: none; next[r] becomes the verified child that holds the
+// choice, or -1.
 extern "C" __global__ void __launch_bounds__(FILTERS ? SEGMENT_THREADS : 32 * NODES_OF_BLOCK)
 decide(STEP_ARGUMENTS, const float2* raw, const float2* heat,
        const u64* best, const u64* lists, long long* choices, float* scores, int* where, const int* front, int* next, int count) {

@@ -5,10 +5,10 @@
 //   best [M][S]      rows without a filter: key of the segment's choice, argmax of z + gumbel (greedy rows: of z)
 //   lists [M][64][S] rows with a filter: the segment's 64 highest z; heat [M][S]: largest z and sum of exp (top-p alone)
 //
-// Instructions a token bind it, so: a segment has one barrier (its largest value, by a maximum of integers); sums and choices of all of
-// a block's segments are put together at its end. Noise is found only for tokens that can still win: bits below a bound that z and
-// the block's best so far give, one power of two for four tokens; at first that is the best of each lane's highest token. Skipping
-// cannot change the best.
+// Instructions a token bind it, so: a segment has one barrier (its largest value, by a maximum of integers); sums and choices of
+// all of a block's segments are put together at its end. Noise is found only for tokens that can still win: bits below a bound that
+// z and the block's best so far give, one power of two for four tokens; at first that is the best of each lane's highest token.
+// Skipping cannot change the best.
 #include "node.cuh"
 #include "../tree/running.cuh"
 
@@ -27,8 +27,8 @@ struct Found {
 };
 
 __device__ __noinline__ u64 noisy_key(float z, u32 bits, int token) { return rank_key(add_rn(z, gumbel(bits)), token); }
-// This warp's best key of z + gumbel, or 0 if the block has found better. most: the highest of v. floor: the order of a value that the
-// block's choice reaches. sampled: that has been drawn; else each lane draws for its highest token first.
+// This warp's best key of z + gumbel, or 0 if the block has found better. most: the highest of v. floor: the order of a value that
+// the block's choice reaches. sampled: that has been drawn; else each lane draws for its highest token first.
 __device__ __forceinline__ u64 best_drawn(const float (&v)[PER], float most, int s, const Node& a, u32 floor, bool sampled) {
   u64 mine = 0;
   if (!sampled) {
@@ -64,8 +64,8 @@ __device__ __forceinline__ u64 best_drawn(const float (&v)[PER], float most, int
 
 // What a block reads: segments first, first + every, ... of node m.
 struct Share { int m, first, every; };
-// Of the nodes that rows have come to (front [R], -1: none), so many blocks for each that all blocks have something to read. False if
-// this block has nothing. All threads call it.
+// Of the nodes that rows have come to (front [R], -1: none), so many blocks for each that all blocks have something to read. False
+// if this block has nothing. All threads call it.
 __device__ __noinline__ bool find_share(Share& share, const int* front, int R, int segments) {
   __shared__ int counts[SEGMENT_WARPS];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;

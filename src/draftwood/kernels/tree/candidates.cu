@@ -44,8 +44,8 @@ __device__ __forceinline__ void put_drawn(Running& run, float value, u32 bits, f
   const u64 key = rank_key(add_rn(value, mul_rn(gumbel(bits), scale)), token);
   if (key && (u32)(key >> 32) >= bound) put(run, key);
 }
-// Where only the best count and scale > 0: puts the keys of v + scale * noise that reach the bound. Noise is found of the few tokens
-// alone whose bits may be enough.
+// Where only the best count and scale > 0: puts the keys of v + scale * noise that reach the bound. Noise is found of the few
+// tokens alone whose bits may be enough.
 __device__ __forceinline__ void put_noisy(Running& run, const Row& row, const float (&v)[PER], int s) {
   const u32 bound = run.bound;
   const Reach reach = reach_of(least_of(bound), row.scale);
@@ -76,11 +76,12 @@ __device__ __noinline__ void put_again(Running& run, u32 before, const Row& row,
   for (int j = 0; j < PER; j++) put_and_cut(run, key_of(row, token_of(s, j), V));
 }
 
-// Grid (parts, D, R): block p reads segments p, p + parts, ... logits: row r, depth d at r * row_stride + d * depth_stride. seeds null:
-// no noise. norms: for how many depths the sum of all tokens is wanted. Position of the token at depth d (0 = first): lengths[r] + 1 + d.
+// Grid (parts, D, R): block p reads segments p, p + parts, ... logits: row r, depth d at r * row_stride + d * depth_stride. seeds
+// null: no noise. norms: for how many depths the sum of all tokens is wanted. Position of the token at depth d (0 = first):
+// lengths[r] + 1 + d.
 //
-// Two barriers a segment. Behind the first its peak is known, and what the one before put into the list; the sum stands between them,
-// so nobody waits long; behind the second nobody reads the list's length any more, and keys are put in.
+// Two barriers a segment. Behind the first its peak is known, and what the one before put into the list; the sum stands between
+// them, so nobody waits long; behind the second nobody reads the list's length any more, and keys are put in.
 extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS, 2)
 pick(const void* logits, long long row_stride, long long depth_stride, const float* temperature, const float* beta,
        const long long* seeds, const long long* lengths, const int* budgets, const int* rows, u64* keys, float2* sums, int V,

@@ -1,14 +1,14 @@
 // Best-first growth: one block per row, the trees of ref.grow node for node.
 //
 // Every node offers one child at a time, its best not yet taken. Warp 0 takes the best offer (key, token, serial), adds it as a
-// node, and there are two new offers: the parent's next child and the node's first. One warp has no other to hide behind: an instruction
-// takes it two cycles and more, so nodes cost what they have instructions. A lane keeps the keys of two nodes' offers in registers; the
-// rest lies in shared memory. What a taken offer leads to is known before it is taken: of each node there lie the two offers that would
-// follow, and how the four are found that would follow these, so four lanes find them with one list of instructions, beside the search
-// for the next best. Lists end with a score of -inf instead of a test. Sums of scores are float64, as in the reference (negated: the
-// lowest cost is the best), and every float32 operation stands in its order, so equal candidates give equal trees. An offer that the cap
-// refuses waits; when the cap rises it comes back behind everything offered before and ahead of everything after, in the order of
-// refusal.
+// node, and there are two new offers: the parent's next child and the node's first. One warp has no other to hide behind: an
+// instruction takes it two cycles and more, so nodes cost what they have instructions. A lane keeps the keys of two nodes' offers
+// in registers; the rest lies in shared memory. What a taken offer leads to is known before it is taken: of each node there lie the
+// two offers that would follow, and how the four are found that would follow these, so four lanes find them with one list of
+// instructions, beside the search for the next best. Lists end with a score of -inf instead of a test. Sums of scores are float64,
+// as in the reference (negated: the lowest cost is the best), and every float32 operation stands in its order, so equal candidates
+// give equal trees. An offer that the cap refuses waits; when the cap rises it comes back behind everything offered before and
+// ahead of everything after, in the order of refusal.
 //
 // TABLE 1: from depth 2 on the children of a node are those of its token, ranked before by `rank_children` (children.cu).
 // SPECIAL 1: with a spine or a correction, or with a table more children of a node than shared memory holds.
@@ -24,7 +24,7 @@
 #define ROOM 98304     // bytes of a block
 #endif
 constexpr int TOP = 64, NODES = 65, DEPTHS = 15, GROW_THREADS = TABLE ? 512 : 128;
-constexpr int HELD = 16;                               // with a table: ranks of a list in shared memory; SPECIAL reads others where they lie
+constexpr int HELD = 16;                               // with a table: ranks of a list at hand; SPECIAL reads on
 constexpr u32 FRESH = 1u << 15, EPOCH = 1u << 16;      // serial = epoch, then refused ones in order, then fresh ones in order
 // An offer in a word: place of the child | rank << 8 | depth << 16 (of the node that offers: the child's depth index) | flags.
 constexpr u32 RANK = 1u << 8, DEPTH = 1u << 16, SPINE = 1u << 24, REFUSED = 1u << 25;
@@ -33,8 +33,9 @@ __device__ __forceinline__ int rank_in(u32 offer) { return offer >> 8 & 255; }
 __device__ __forceinline__ int depth_in(u32 offer) { return offer >> 16 & 31; }
 
 // Shared memory of a block, in bytes: nodes; links (parent, offer that was taken, cost as float64); how many nodes; then lists.
-// A node: for each of the two offers that follow its own (of its next child, of its child's first child) two recipes of what follows
-// (the next one, the first below), key and word; then its own offer's word and serial (of a refused one its place among the refused).
+// A node: for each of the two offers that follow its own (of its next child, of its child's first child) two recipes of what
+// follows (the next one, the first below), key and word; then its own offer's word and serial (of a refused one its place among the
+// refused).
 constexpr int FOLLOW = 32, SLOT = 48, OFFER = 2 * SLOT, NODE = 112;
 constexpr int LINKS = NODE * NODES, COUNT = LINKS + 16 * NODES, BEHIND = COUNT + 16;
 static_assert(BEHIND % 16 == 0, "lists are loaded by 16 bytes");
@@ -247,10 +248,10 @@ __device__ __forceinline__ void offer_again(const Source& from, u64 (&key)[2], i
 // Take offers until the tree is full or nothing is offered. Warp 0.
 __device__ __forceinline__ void grow_tree(const Source& from, const Growth& how, int budget, const int* caps, int steps) {
   const int lane = threadIdx.x & 31;
-  const bool young = lane & 1, below = lane & 2;       // this lane finds what follows of the new node, not of the one that offered it; below
+  const bool young = lane & 1, below = lane & 2;       // what this lane finds: of the new node; what is below, not next
   u32 recipe_at = (young ? SLOT : 0) + (below ? 16 : 0), slot_at = below ? SLOT : 0;
 #ifndef EMULATION
-  asm volatile("mov.u32 %0,%0;\nmov.u32 %1,%1;" : "+r"(recipe_at), "+r"(slot_at));                 // kept, not found again for every node
+  asm volatile("mov.u32 %0,%0;\nmov.u32 %1,%1;" : "+r"(recipe_at), "+r"(slot_at));               // kept, not found for every node
 #endif
   int n = 1, step = 0, until = caps[0], cap = caps[1], e;
   u32 epoch = 0, refusals = 0, fresh = FRESH + 1;      // alike in all lanes
@@ -284,7 +285,8 @@ __device__ __forceinline__ void grow_tree(const Source& from, const Growth& how,
     }
     if (e < 0) break;
     const u32 old = from.base + NODE * e, added = from.base + NODE * n;
-    const uint4 next = shared_load16(old + FOLLOW), first = shared_load16(old + SLOT + FOLLOW), recipe = shared_load16(old + recipe_at);
+    const uint4 next = shared_load16(old + FOLLOW), first = shared_load16(old + SLOT + FOLLOW);
+    const uint4 recipe = shared_load16(old + recipe_at);
     const u32 taken = shared_load4(old + OFFER);
     // Lane 1 has the recipe of the new node's next children: its cost.
     if (lane < 2) shared_store8(from.base + LINKS + 16 * n + 8 * lane, lane ? recipe.x : e, lane ? recipe.y : taken);
@@ -297,7 +299,8 @@ __device__ __forceinline__ void grow_tree(const Source& from, const Growth& how,
     const u32 node = young ? added : old;
     __syncwarp();                                      // everybody has read what lay there
     if (lane < 2)
-      shared_store8(node + OFFER, young ? first.z : next.z | (refused ? REFUSED : 0), young ? fresh + 1 : refused ? refusals : fresh);
+      shared_store8(node + OFFER, young ? first.z : next.z | (refused ? REFUSED : 0),
+                    young ? fresh + 1 : refused ? refusals : fresh);
     refusals += refused;
     n++;
     fresh += 2;
@@ -312,12 +315,13 @@ __device__ __forceinline__ void grow_tree(const Source& from, const Growth& how,
 
 // caps [steps][2]: while a tree has up to caps[i][0] nodes beyond the root, children have rank < caps[i][1] (<= width).
 // Grid (R). ids, z, places [R][D][64] and norm [R][D] as merge leaves them; with a table, scores and children [R][D - 1][64][64] as
-// rank_children does. Outputs: tokens, parents, depths, positions [R][65] int64, counts [R] int64, logprob [R][65], ancestors [R][65][2].
+// rank_children does. Outputs: tokens, parents, depths, positions [R][65] int64, counts [R] int64, logprob [R][65], ancestors
+// [R][65][2].
 extern "C" __global__ void __launch_bounds__(GROW_THREADS, 1)
-grow(const int* ids, const float* z, const int* places, const float* norm, const long long* roots, const long long* lengths, const int* budgets,
-     const int* rows, const float* scores, const unsigned char* children, const float* correction, int correction_depths,
-     int correction_ranks, int D, int width, int spine, const int* caps, int steps, long long* tokens, long long* parents,
-     long long* depths, long long* positions, long long* counts, float* logprob, u64* ancestors) {
+grow(const int* ids, const float* z, const int* places, const float* norm, const long long* roots, const long long* lengths,
+     const int* budgets, const int* rows, const float* scores, const unsigned char* children, const float* correction,
+     int correction_depths, int correction_ranks, int D, int width, int spine, const int* caps, int steps, long long* tokens, long
+     long* parents, long long* depths, long long* positions, long long* counts, float* logprob, u64* ancestors) {
   DYNAMIC_SHARED(unsigned char, memory);
   const int r = blockIdx.x, tid = threadIdx.x;
   u32 base = shared_address(memory);

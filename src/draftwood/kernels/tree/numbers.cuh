@@ -73,7 +73,7 @@ __device__ __forceinline__ float exp_of(float x) {
 // -log(x) of a positive, normal x: 2 artanh(f / (2 + f)), x = (1 + f) 2^k, f within [sqrt(1/2) - 1, sqrt(2) - 1).
 __device__ __forceinline__ float minus_log(float x) {
   const int offset = (int)(__float_as_uint(x) - 0x3F3504F3u);                // 0x3F3504F3: sqrt(1/2)
-  const float k = sub_rn(__uint_as_float(0x4B400000u + (u32)(offset >> 23)), 12582912.f);    // a conversion takes four times as long
+  const float k = sub_rn(__uint_as_float(0x4B400000u + (u32)(offset >> 23)), 12582912.f);    // conversions are slow
   const float f = sub_rn(__uint_as_float((offset & 0x7FFFFF) + 0x3F3504F3u), 1.f);
   float s = divide(f, add_rn(f, 2.f));
   const float t = mul_rn(s, s);
@@ -182,7 +182,8 @@ __device__ __forceinline__ float highest_of(const Eight<FLOAT32> (&got)[N]) {
     for (int k = 0; k < (FLOAT32 ? 2 : 1); k++) {
       const uint4 w = got[i].word[k];
       if constexpr (FLOAT32) {
-        most = fmaxf(most, fmaxf(fmaxf(__uint_as_float(w.x), __uint_as_float(w.y)), fmaxf(__uint_as_float(w.z), __uint_as_float(w.w))));
+        most = fmaxf(most, fmaxf(__uint_as_float(w.x), __uint_as_float(w.y)));
+        most = fmaxf(most, fmaxf(__uint_as_float(w.z), __uint_as_float(w.w)));
       } else {
         pair = max_bf16(pair, max_bf16(max_bf16(w.x, w.y), max_bf16(w.z, w.w)));
       }

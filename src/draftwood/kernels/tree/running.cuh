@@ -1,15 +1,15 @@
 // The 64 highest keys of what a block reads, one segment after another. Keys are distinct, except 0, which means nothing.
 //
 // A bound that at least 64 keys reach lets nearly all tokens go by one comparison of values. At first it is the 64th highest of 128
-// groups' highest values; as the list of what reached it grows, the same of the list. Ranking is quadratic, so only the few keys that
-// reach the last bound are ranked, at the end. What the bound is and the order of the list change nothing: ranks among distinct keys
-// are what they are.
+// groups' highest values; as the list of what reached it grows, the same of the list. Ranking is quadratic, so only the few keys
+// that reach the last bound are ranked, at the end. What the bound is and the order of the list change nothing: ranks among
+// distinct keys are what they are.
 #pragma once
 #include "segment.cuh"
 
 constexpr int TOP = 64, GROUPS = 128, SHARE = SEGMENT_THREADS / GROUPS;
 constexpr int MOST_KEYS = TOP + SEGMENT_THREADS, MANY_KEYS = 384;              // room of the list; it is cut above MANY_KEYS
-constexpr int MORE_KEYS = 96;                                                  // growth of the list after which the bound is found anew
+constexpr int MORE_KEYS = 96;                                                  // more in the list: the bound is found anew
 constexpr float LOWEST = -3.4028235e38f;                                       // above -inf
 
 struct Running {
@@ -22,8 +22,8 @@ struct Running {
 __device__ __forceinline__ void begin(Running& run) { if (threadIdx.x == 0) run.bound = run.count = 0; }
 __device__ __forceinline__ float least_of(u32 bound) { return bound > 1 ? key_value((u64)bound << 32) : LOWEST; }
 
-// mine: the order of a value that this thread's keys reach (1 or less: none do). run.bound: one that at least 64 keys reach, 1 if fewer
-// than 64 groups of threads have any. All threads of the block call it; it ends with a barrier.
+// mine: the order of a value that this thread's keys reach (1 or less: none do). run.bound: one that at least 64 keys reach, 1 if
+// fewer than 64 groups of threads have any. All threads of the block call it; it ends with a barrier.
 __device__ __noinline__ void find_bound(Running& run, u32 mine) {
   const int tid = threadIdx.x;
   run.maxima[tid] = mine;
@@ -61,9 +61,11 @@ __device__ __forceinline__ void put(Running& run, u64 key) {
   const u32 at = count_up(&run.count, 1);
   if (at < MOST_KEYS) run.list[at] = key;
 }
-// Rank all keys of the list and keep the 64 highest: run.top, the list's beginning, and the bound if there are as many. All threads.
+// Rank all keys of the list and keep the 64 highest: run.top, the list's beginning, and the bound if there are as many. All
+// threads.
 __device__ __noinline__ void cut(Running& run) {
-  const int tid = threadIdx.x, n = run.count, share = n <= 128 ? 4 : n <= 256 ? 2 : 1, part = tid & (share - 1);       // threads of a key
+  const int tid = threadIdx.x, n = run.count;
+  const int share = n <= 128 ? 4 : n <= 256 ? 2 : 1, part = tid & (share - 1);     // threads of a key
   if (tid < TOP) run.top[tid] = 0;
   __syncthreads();
   for (int from = 0; from < n; from += SEGMENT_THREADS / share) {
