@@ -33,7 +33,7 @@ from draftwood.parallel.layout import Layout
 from draftwood.plan import Checkpoint, decide, find
 from draftwood.spec.bigram import Bigram
 from draftwood.spec.grammar import Grammars
-from draftwood.spec.tree import GrowOptions
+from draftwood.spec.tree import WORTH, GrowOptions
 from draftwood.text.chat import ChatTemplate
 from draftwood.text.stream import TextStream
 from draftwood.text.tokenizer import VOCAB_FILE, Tokenizer
@@ -451,7 +451,7 @@ def build(plan: Plan, checkpoint: Checkpoint, comm: Comm) -> Parts:
         vocab=config.vocab_size,
         positions=config.max_position,
         block=plan.block,
-        options=GrowOptions(topk_cap=options.topk_cap, spine=options.tree_spine),
+        options=GrowOptions(topk_cap=options.topk_cap, spine=options.tree_spine, worth=WORTH),
         bigram=_bigram(options, checkpoint) if drafts else None,
         noise=options.noise,
         device=device,

@@ -207,6 +207,29 @@ def test_topk_cap_limits_the_children_of_every_node():
     assert max(parents.count(p) for p in parents) == 2 and len(parents) == 2 + 4 + 8 + 16
 
 
+@pytest.mark.parametrize("pmi", [None, 3])
+def test_nodes_below_their_worth_are_left_out_and_larger_budgets_ask_less_of_them(pmi):
+    logits, last = torch.randn(1, 6, 40, generator=torch.Generator().manual_seed(4)) * 2, []
+    shorter = 0
+    for budget in (1, 4, 8, 16, 64):
+        whole, cut = (
+            grow(logits, torch.tensor([3]), [budget], [0.0], None, GrowOptions(worth=worth), pmi and table(40, pmi))
+            for worth in (0.0, 0.5)
+        )
+        nodes, kept = nodes_of(whole), nodes_of(cut)
+        likely = [float(p) >= np.log(0.5 / budget) for p in whole.logprob[0, 1:]]
+        assert kept == nodes[: (likely + [False]).index(False)]
+        assert kept[: len(last)] == last
+        last = kept
+        shorter += len(kept) < len(nodes)
+    assert len(last) > 8 and shorter
+
+
+def test_the_spine_is_taken_whatever_it_is_worth():
+    tree = grow(torch.zeros(1, 4, 20), torch.tensor([0]), [4], [0.0], None, GrowOptions(spine=True, worth=0.5))
+    assert tree.parents[0].tolist() == [-1, 0, 1, 2, 3]
+
+
 def test_calibration_moves_nodes_by_depth_rank_and_spine():
     logits = torch.tensor([[[2.0, 1.0, 0.0], [2.0, 1.0, 0.0]]])
     plain = grow(logits, torch.tensor([0]), [3], [0.0], None, FREE)

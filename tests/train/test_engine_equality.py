@@ -17,6 +17,7 @@ from draftwood.model.config import check_pair, read_drafter_config, read_model_c
 from draftwood.model.layers import Linear
 from draftwood.model.weights import load_drafter, load_target
 from draftwood.parallel.layout import Layout
+from draftwood.spec import echo
 from draftwood.spec.noise import gumbel
 from draftwood.train import export, offline
 from draftwood.train.evaluate import Text, study
@@ -72,7 +73,8 @@ def test_offline_scores_are_the_accept_lengths_of_the_engine(
 ) -> None:
     """The same text, drafter, table and noise: the engine's steps and the offline walk differ by rounding at most.
 
-    The engine's drafter with the weights that it was trained to, not those of 8 bits, which guess as well but not the same.
+    The engine's drafter with the weights that it was trained to, not those of 8 bits, which guess as well but not the same; and
+    its trees without echoes of the text and with the nodes that are not worth their time.
     """
 
     def engines(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -81,9 +83,11 @@ def test_offline_scores_are_the_accept_lengths_of_the_engine(
 
     monkeypatch.setattr(offline, "keyed_gumbel", engines)
     monkeypatch.setattr(drafter, "guesses", Linear)
+    monkeypatch.setattr(echo, "BONUS", 0.0)
     count, budget, seed = 40, 16, 5
     with LLM("nano", tree_budget=budget, topk_cap=32, noise="shared" if noise == "none" else noise, device="cpu") as llm:
-        llm.engine.parts.noise = noise
+        parts = llm.engine.parts
+        parts.noise, parts.options = noise, replace(parts.options, worth=0.0)
         prompts = [samples.encode(s, llm) for s in samples.SAMPLES[:4]]
         params = [
             SamplingParams(max_tokens=count, temperature=temperature, seed=seed + i, ignore_eos=True) for i in range(len(prompts))
