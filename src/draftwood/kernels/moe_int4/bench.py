@@ -21,7 +21,7 @@ K26, EP8, TP8 = op.shape_of(7168, 2048, 8, 384), op.shape_of(7168, 2048, 8, 48),
 CHOSEN = [(K26, 384, n) for n in (1, 9, 17, 33, 65, 128, 512)] + [(EP8, 48, n) for n in (9, 33, 65, 128, 288, 512)]
 CHOSEN += [(TP8, 384, n) for n in (1, 4, 9, 33, 65)]
 RIVALS = [
-    (K26, 384, 9, "narrow", "narrow"), (K26, 384, 33, "stream", "slim"), (K26, 384, 65, "middle", "middle"),
+    (K26, 384, 9, "narrow", "narrow"), (K26, 384, 33, "stream", "slim"), (K26, 384, 65, "wide", "wide"),
     (EP8, 48, 9, "narrow", "narrow"), (EP8, 48, 65, "wider", "wider"), (EP8, 48, 128, "widest", "widest"),
     (EP8, 48, 512, "wider", "wider"), (TP8, 384, 1, "stream", "few"), (TP8, 384, 9, "stream", "duo"),
     (TP8, 384, 33, "share", "duo"), (TP8, 384, 65, "wide", "wide"),

@@ -173,7 +173,6 @@ HOPPER = {
     "slim": Form("staged", 1, 8, 2, stages=4, span=2, chains=(False,)),
     "thin": Form("staged", 1, 4, 4, stages=4, span=2, chains=(True,)),
     "narrow": Form("staged", 2, 4, 4, stages=4, span=2),
-    "middle": Form("staged", 3, 4, 4, stages=3, span=2, spill=112, chains=(False,)),
     "wide": Form("staged", 4, 4, 3, stages=4, span=2, chains=(False,)),
     "wider": Form("staged", 4, 4, 4, stages=3, span=2, chains=(True,)),
     "widest": Form("group", 12, 16, 1, stages=6, chains=(True,)),
@@ -196,7 +195,6 @@ FORMS = {
         "slim": Form("staged", 1, 8, 2, stages=4, span=1, chains=(False,)),
         "thin": Form("staged", 1, 4, 4, stages=4, span=1, chains=(True,)),
         "narrow": Form("staged", 2, 4, 3, stages=4, span=1),
-        "middle": Form("staged", 3, 4, 2, stages=5, span=1, chains=(False,)),
         "wide": Form("staged", 4, 4, 2, stages=5, span=1, chains=(False,)),
         "wider": Form("staged", 4, 4, 2, stages=5, span=1, chains=(True,)),
         "widest": Form("staged", 12, 4, 2, stages=2, span=1, chains=(True,)),
@@ -251,7 +249,7 @@ def choose(shape: Shape, rows: int, experts: int) -> Plan:
     if shape.scaled:
         name = "thin" if mean <= 2 else "narrow" if mean <= 12 else "wider" if mean <= 28 else "widest"
     else:
-        name = "narrow" if mean <= 5 else "middle"
+        name = "narrow" if mean <= 5 else "wide"
     return Plan(*(_first(shape, part, (name, "wider" if shape.scaled else "narrow")) for part in ("gate_up", "down")))
 
 

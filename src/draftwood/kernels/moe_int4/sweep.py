@@ -58,12 +58,12 @@ CASES: list[tuple[op.Shape, int, int, list[str]]] = [
     (bench.TP8, 384, 17, ["share duo", "wide duo"]),
     (bench.TP8, 384, 65, ["wide duo", "wide wide", "t1 t1"]),
     (bench.K26, 384, 17, ["narrow narrow", "stream slim"]),
-    (bench.K26, 384, 65, ["narrow narrow", "middle middle"]),
+    (bench.K26, 384, 65, ["narrow narrow", "wide wide"]),
     (bench.EP8, 48, 17, ["narrow narrow", "thin thin"]),
     (bench.EP8, 48, 33, ["narrow narrow", "t2.w8 t2.w8"]),
     (bench.EP8, 48, 192, ["wider wider", "widest widest"]),
-    (bench.K26, 384, 128, ["narrow narrow", "middle middle"]),
-    (bench.K26, 384, 512, ["middle middle", "wide wide"]),
+    (bench.K26, 384, 128, ["narrow narrow", "wide wide"]),
+    (bench.K26, 384, 512, ["wide wide", "t3 t3"]),
 ]
 """(shape, experts, rows, pairs of forms for gate_up and down); the most wanted first."""
 GOALS = 11
