@@ -79,6 +79,13 @@ class LatentStore:
         if path.shape[1] == 1:
             return  # roots alone are in place already
         # Node i sits where position `length + i` will: an accepted node moves unless its place is its number.
+        if len(path) == 1:
+            nodes = path[0, : int(counts[0])].tolist()
+            moves = [(node, place) for place, node in enumerate(nodes) if node != place]
+            if moves:
+                old, new = scratch.nodes[0].index_select(0, torch.tensor(moves, device=path.device).T.flatten()).chunk(2)
+                self.cache.index_copy_(1, new, self.cache.index_select(1, old))
+            return
         place = torch.arange(path.shape[1], device=path.device)
         moved = ((path != place) & (place < counts.unsqueeze(-1))).nonzero()
         if len(moved):

@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from draftwood.model.config import DrafterConfig
 from draftwood.model.layers import Dense, Linear, Norm, guesses, halves_to_pairs, linear, rope_table, rotate_pairs_
@@ -157,6 +156,8 @@ class Drafter:
         places = config.max_position + config.block_size
         self.turns = rope_table(config.rope, config.head_dim, places, config.amplitude, embed.device)
         self.ahead = torch.arange(config.block_size, device=embed.device)
+        self.masked = embed[config.mask_token_id].repeat(config.block_size - 1, 1)
+        """[block - 1, H] what a block holds beside its root."""
         # Context keys and values of all layers in one product: [layers * kv_heads' * d, H] keys, then values.
         keys = [halves_to_pairs(layer.k, config.head_dim) for layer in weights.layers]
         self.context_kv = Linear(torch.cat(keys + [layer.v for layer in weights.layers]))
@@ -173,8 +174,8 @@ class Drafter:
         if not 2 <= block <= self.config.block_size:
             raise ValueError(f"block {block} is outside 2..{self.config.block_size}")
         r = roots.shape[0]
-        tokens = F.pad(roots.unsqueeze(1), (0, block - 1), value=self.config.mask_token_id)
-        x = self.embed.index_select(0, tokens.flatten())
+        known = self.embed.index_select(0, roots).unsqueeze(1)
+        x = torch.cat((known, self.masked[: block - 1].expand(r, -1, -1)), 1).flatten(0, 1)
         positions = window.lengths.unsqueeze(1) + self.ahead[:block]
         turns = self.turns.index_select(0, positions.flatten()).view(r, 1, block, -1)
         context = Context(window)
@@ -192,20 +193,27 @@ class Drafter:
         `capacity` of a row are stored: older ones would be overwritten.
         """
         layers, _, capacity, kv_heads, d = window.keys.shape
-        width = path.shape[1]
-        live = path.flatten() >= 0
-        if width > capacity:
-            ahead, last = torch.arange(width, device=path.device), (path >= 0).sum(1, keepdim=True)
-            live &= (ahead >= last - capacity).flatten()
-        live = live.nonzero().squeeze(1)
-        row = live // width
-        nodes = path.flatten().index_select(0, live) + row * positions.shape[1]
+        if path.shape[0] == 1 and path.shape[1] <= capacity and int(path[0, -1]) >= 0:
+            nodes, ids = path[0], window.row_ids  # one whole row: no place has to be looked for
+        else:
+            nodes, ids = self._accepted(path, positions.shape[1], window)
         at = positions.flatten().index_select(0, nodes)
         features = self.fc(taps.flatten(0, 1).index_select(0, nodes))
         kv = self.context_kv(self.hidden_norm(features))
         keys, values = kv.view(-1, 2, layers, kv_heads, d).unbind(1)
         keys = self.k_norm(keys)
         keys = rotate_pairs_(keys, self.turns.index_select(0, at)[:, None, None])
-        places = window.row_ids.index_select(0, row) * capacity + at % capacity
+        places = ids * capacity + at % capacity
         for store, new in ((window.keys, keys), (window.values, values)):
             store.view(layers, -1, kv_heads, d).index_copy_(1, places, new.transpose(0, 1).to(store.dtype))
+
+    def _accepted(self, path: Tensor, nodes: int, window: DraftWindow) -> tuple[Tensor, Tensor]:
+        """Return the places in R * nodes of the accepted nodes that fit a window, and the persistent row of each."""
+        width, capacity = path.shape[1], window.keys.shape[2]
+        live = path.flatten() >= 0
+        if width > capacity:
+            ahead, last = torch.arange(width, device=path.device), (path >= 0).sum(1, keepdim=True)
+            live &= (ahead >= last - capacity).flatten()
+        live = live.nonzero().squeeze(1)
+        row = live // width
+        return path.flatten().index_select(0, live) + row * nodes, window.row_ids.index_select(0, row)
