@@ -330,20 +330,20 @@ struct Copier {
     turned = row * 128 + ((chunk ^ (row & 7)) << 4);
   }
   __device__ __forceinline__ int page(int k) const { return table[k / TILE]; }
-  // Keys r0 .. r0 + 31 of a tile, and with the second 32 all rotary pieces. from(r): key r's latent, nullptr for zeros.
+  // Keys r0 .. r0 + 31 of a tile, and with the second 32 all rotary pieces. from(r): key r's latent. Every key is a real one: a copy of
+  // zeros from a pointer chosen by its predicate lost the pointer's upper half in ptxas, and faulted within some hundred launches.
   template <class F> __device__ __forceinline__ void half(int slot, int h, F from) const {
 #pragma unroll
     for (int r = h * 32; r < h * 32 + 32; r += 16) {
       const bf16* key = from(r + row);
 #pragma unroll
       for (int c = 0; c < PIECES; c++)
-        copy16_or_zero(key != nullptr, values_at(slot) + c * PIECE + r * 128 + turned, key ? key + c * 64 + chunk * 8 : in.cache);
+        copy16(values_at(slot) + c * PIECE + r * 128 + turned, key + c * 64 + chunk * 8);
     }
     if (h)
 #pragma unroll
       for (int r = 0; r < TILE; r += 16) {
-        const bf16* key = from(r + row);
-        copy16_or_zero(key != nullptr, rope_at(slot) + r * 128 + turned, key ? key + LATENT + chunk * 8 : in.cache);
+        copy16(rope_at(slot) + r * 128 + turned, from(r + row) + LATENT + chunk * 8);
       }
   }
   // The block's n-th tile, counted over all its jobs, once its slot is free. Not announced yet.
@@ -363,16 +363,18 @@ struct Copier {
       for (int c = 0; c < PIECES + 1; c++) {
         const size_t x = r < live ? line + r : line;
         const bf16* from = c < PIECES ? in.q + x * LATENT + c * 64 : in.q_pe + x * in.pe_stride;
-        copy16_or_zero(r < live, at + c * MOST * 128 + (r - row) * 128 + turned, from + chunk * 8);
+        copy16(at + c * MOST * 128 + (r - row) * 128 + turned, from + chunk * 8);
       }
   }
 };
 
-// Slots of the keys base(p)..p of a node: tile `from` of them.
-__device__ __forceinline__ void own_slots(const Job& job, const Inputs& in, const Copier& copier, int from, int* slots) {
+// Slots of the keys base(p)..p of a node: tile `from` of them, `count` keys. The row's first key, which every node has, stands in for those
+// that the tile lacks: their probabilities are 0.
+__device__ __forceinline__ void own_slots(const Job& job, const Inputs& in, const Copier& copier, int from, int count, int* slots) {
   const int v = threadIdx.x - 3 * ROLE;
   auto slot_of = [&](int position) { return copier.page(position) * TILE + position % TILE; };
-  for (int x = v; x < TILE; x += ROLE) if (from + x < job.length) slots[x] = slot_of(from + x);
+  for (int x = v; x < TILE; x += ROLE)
+    if (x >= count || from + x < job.length) slots[x] = slot_of(x >= count ? 0 : from + x);
   for (int n = v; n < in.words * 64; n += ROLE) {            // ancestor n: at depth = set bits below it, stored at length + n
     const u64* mask = in.masks + (size_t)job.token * in.words;
     if (!(mask[n >> 6] >> (n & 63) & 1)) continue;
@@ -390,10 +392,11 @@ __device__ __forceinline__ int copy_job(const Job& job, const Inputs& in, int li
   if (job.kind == OWN_KEYS) {
     const Task task(job, in);
     int* slots = shared_at<int>((past + 1) % SLOTS * VALUE_BYTES);      // of the next tile, which this job does not have
-    own_slots(job, in, copier, base_of(job.length + depth_of(in.masks, in.words, job.token)) + TILE * job.begin, slots);
+    const int from = base_of(job.length + depth_of(in.masks, in.words, job.token)) + TILE * job.begin;
+    own_slots(job, in, copier, from, task.count, slots);
     bar_sync<SCORES + 1, ROLE>();
     if (task.tiles == 0) return past;
-    copier.tile(past, [&](int r) { return r < task.count ? in.cache + (size_t)slots[r] * WIDTH : nullptr; });
+    copier.tile(past, [&](int r) { return in.cache + (size_t)slots[r] * WIDTH; });
     queries();
     copier.announce(past);
     return past + 1;

@@ -177,7 +177,6 @@ class MlaAttention:
 
     def _load(self, law: Law, device: int) -> None:
         self._macros = sizes(self.latent, self.rope, law) | {"COLUMNS": int(self.shape.columns)}
-        self._early = not self.shape.columns  # sizes.COLUMNS says why
         self._device = device
         shared = self.shape.shared_bytes(self.latent + self.rope)
         self._plan = _kernel("plan.cu", "mla_plan", self._macros, device)
@@ -229,7 +228,7 @@ class MlaAttention:
         pages = np.int32(table.shape[1])
         given = [q, q_pe, np.int32(apart), cache, table, pages, masks, words, np.int32(h), self._scale]
         parts = [self.part_o, self.part_ml, self.own_o, self.own_ml]
-        self._attend(self.grid, self.shape.threads(self.latent), [*given, self.jobs, self.head, *parts], pdl=self._early)
+        self._attend(self.grid, self.shape.threads(self.latent), [*given, self.jobs, self.head, *parts], pdl=True)
 
     def fold(self, masks: Tensor, out: Tensor) -> Tensor:
         """The second half of a call: partial results to `out`, which is returned."""
@@ -237,7 +236,7 @@ class MlaAttention:
         _expect("out", out, (self.tokens, h, self.latent), (torch.bfloat16,))
         given = [self.head, self.live, np.int32(self.tokens), masks, self._words(masks), np.int32(h)]
         parts = [self.part_o, self.part_ml, self.own_o, self.own_ml]
-        self._combine(self._fold_grid, self._fold_threads, [*given, *parts, out], pdl=self._early)
+        self._combine(self._fold_grid, self._fold_threads, [*given, *parts, out], pdl=True)
         return out
 
     def _words(self, masks: Tensor) -> np.int32:

@@ -154,9 +154,8 @@ MOST_BYTES = 1 << 30
 """Of partial results of units; beyond it blocks fold units themselves, at some cost."""
 
 
-COLUMNS = False
-"""Whether Hopper takes the forms of columns.cu. All buckets or none: their bits are not those of attend.cu (layout.cuh, LAW). Off:
-an illegal access, seen where they start before the launch ahead has ended, is not explained (docs/LOG.md)."""
+COLUMNS = True
+"""Whether Hopper takes the forms of columns.cu. All buckets or none: their bits are not those of attend.cu (layout.cuh, LAW)."""
 
 
 def choose(rows: int, nodes: int, heads: int, context: int, arch: str) -> str:
