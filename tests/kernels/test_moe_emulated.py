@@ -209,7 +209,7 @@ def test_rings_of_every_depth_give_the_same_bits_over_a_long_row(arch: str, scal
     gate = pack_int4(torch.randn(1, 512, 128, generator=make))
     weights = repack.repack(*gate, *gate, packed, scale)
     h = torch.randn(13, 512, generator=make).to(torch.bfloat16)
-    pairs, count = torch.randperm(13, generator=make).int(), torch.tensor([1], dtype=torch.int32)
+    pairs = torch.randperm(13, generator=make).int()
     dense = unpack_int4(packed, scale, torch.float64)[0]
     want = h.double() @ (dense.to(torch.bfloat16).double() if scaled else dense).T
     results = []
@@ -217,9 +217,10 @@ def test_rings_of_every_depth_give_the_same_bits_over_a_long_row(arch: str, scal
         if early:
             monkeypatch.setenv("EMULATED_EARLY", "1")
         for form, kernel in zip(forms, kernels, strict=True):
-            y = torch.full((13, 128), NAN)
-            jobs = torch.tensor([[0, 0, 13, 0]], dtype=torch.int32)
-            kernel((1, 1), form.threads, (weights.down, weights.down_scale, h, jobs, count, pairs, y, np.int32(1)))
+            y, tile = torch.full((13, 128), NAN), 8 * form.tokens
+            jobs = torch.tensor([[0, at, min(tile, 13 - at), 0] for at in range(0, 13, tile)], dtype=torch.int32)
+            count = torch.tensor([len(jobs)], dtype=torch.int32)
+            kernel((1, len(jobs)), form.threads, (weights.down, weights.down_scale, h, jobs, count, pairs, y, np.int32(1)))
             assert (y - want).abs().max() < 1e-4 * want.abs().max()
             results.append(y)
     assert all(torch.equal(r, results[0]) for r in results)

@@ -2,7 +2,8 @@
 
 Weights of a K2 checkpoint are bfloat16, or INT4 codes times bfloat16 scales: 8 or 11 significant bits. float16 holds
 them exactly once the matrix is multiplied by a power of two, and FBGEMM multiplies float32 activations by float16
-weights in float32 throughout: half the bytes to read, and a row's result does not depend on the rows beside it.
+weights in float32 throughout: half the bytes to read, and a row's result does not depend on the rows beside it. On
+processors without AVX-512 it depends on their number, though: there rows are added until it does not (`steady`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ SHARED_FROM = 1 << 18
 """Elements from which a matrix is multiplied by all threads. The operator that shares work costs 12 microseconds a
 call, the other one 2; measured on two AVX-512 cores with 256 x 384 weights they take 15 and 6 microseconds for one row,
 21 and 19 for 9, 33 and 38 for 17. And a thread that waits for nobody is not stopped by what else the machine does."""
+BLOCK = 120
+"""Rows that FBGEMM cuts anew from."""
 
 
 def packed(weight: Tensor) -> Product | None:
@@ -72,14 +75,44 @@ def _half(weight: Tensor, shift: int) -> Product:
     if weight.numel() >= SHARED_FROM:
         shared = torch.ops.quantized.linear_prepack_fp16(scaled, None)
         apply = torch.ops.quantized.linear_dynamic_fp16.default
-        if shift == 0:
-            return lambda x: apply(x, shared)
-        return lambda x: apply(x, shared).mul_(back)
+        return steady((lambda x: apply(x, shared)) if shift == 0 else lambda x: apply(x, shared).mul_(back))
     own = torch.fbgemm_pack_gemm_matrix_fp16(scaled)
     multiply = torch.fbgemm_linear_fp16_weight_fp32_activation
-    if shift == 0:
-        return lambda x: multiply(x, own, None)
-    return lambda x: multiply(x, own, None).mul_(back)
+    return steady((lambda x: multiply(x, own, None)) if shift == 0 else lambda x: multiply(x, own, None).mul_(back))
+
+
+def steady(product: Product) -> Product:
+    """Return the product with as many rows more as its bits need to be those of the same row among others."""
+    more = _more_rows()
+    if not any(more):
+        return product
+
+    def padded(x: Tensor) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        lacking = more[rows % len(more)]
+        if not lacking:
+            return product(x)
+        found = product(torch.constant_pad_nd(x.reshape(rows, -1), (0, 0, 0, lacking)))[:rows]
+        return found.view(*x.shape[:-1], -1)
+
+    return padded
+
+
+@functools.cache
+def _more_rows() -> tuple[int, ...]:
+    """Return how many rows to add to n rows, by n modulo the 120 that FBGEMM takes at once.
+
+    It cuts rows into blocks of up to 6 (AVX2) or 14 (AVX-512). On AVX2 blocks of one and two rows are summed in another order: the
+    last rows of 1, 2, 7 (5 and 2), 14, 31, 32, 37, 38 .. had other bits than among more. Found by trying, so that
+    another processor or version is right too.
+    """
+    made = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(64, 384, generator=made).half().float(), torch.randn(BLOCK, 384, generator=made)
+    own = torch.fbgemm_pack_gemm_matrix_fp16(weight)
+    multiply = torch.fbgemm_linear_fp16_weight_fp32_activation
+    usual = multiply(x, own, None)
+    good = [torch.equal(multiply(x[:n], own, None), usual[:n]) for n in range(1, BLOCK + 1)]
+    return (0, *(good[n:].index(True) for n in range(BLOCK - 1)))
 
 
 def _blocked(weight: Tensor) -> Product:
