@@ -289,7 +289,7 @@ def spec_options(options: ref.Options) -> spec.GrowOptions:
 
     correction = None if options.correction is None else options.correction.numpy()
     most = options.caps[-1][1]
-    return Steps(most, options.spine, options.beta, options.alpha, options.candidates, correction)
+    return Steps(most, options.spine, options.beta, options.alpha, options.candidates, calibration=correction)
 
 
 def is_spec_tree(got: ref.Trees, want: spec.Tree, lengths: Tensor, exact: bool) -> None:

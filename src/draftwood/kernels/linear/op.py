@@ -163,7 +163,7 @@ def _check(x: Tensor, shape: Shape, out: Tensor, wanted: tuple[int, ...], residu
 
 
 def _check_norm(weight: Tensor, shape: Shape, streams: bool) -> None:
-    if not streams or shape.heads > 1 or shape.inputs % 64 or shape.inputs > 8192:
+    if not streams or not plan.norms_itself(shape, 1):
         raise ValueError(
             f"a product norms x itself for up to {plan.STREAM_ROWS} rows, one head and multiples of 64 inputs up to 8192; "
             f"not for {shape}"

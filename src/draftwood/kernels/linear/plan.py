@@ -104,6 +104,11 @@ class Form:
         return -(-shape.outputs // self.rows)
 
 
+def norms_itself(shape: Shape, rows: int) -> bool:
+    """Whether the product of so many rows of x can take their RMSNorm itself (stream.cu)."""
+    return rows <= STREAM_ROWS and shape.heads == 1 and shape.inputs % 64 == 0 and shape.inputs <= 8192
+
+
 def segments(shape: Shape) -> int:
     """Return S, the number of parts that K is summed in: more parts for few row tiles, at least 3 steps each, at most 8."""
     s = 1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftwood.kernels.linear import op as linear_op
-from draftwood.kernels.linear.plan import STREAM_ROWS
+from draftwood.kernels.linear.plan import norms_itself
 from draftwood.kernels.mla_attention import op as attention_op
 from draftwood.kernels.moe_int4 import op as moe_op
 from draftwood.kernels.moe_route import op as route_op
@@ -99,7 +99,7 @@ class Forward:
         self.plans = [moe_op.choose(experts, len(part), c.num_experts) for part in self.chunks] if c.num_moe_layers else []
         self.begins = torch.tensor([part.start for part in self.chunks], dtype=torch.int32, device=target.device)
         self.lives = torch.zeros_like(self.begins)
-        self.router = route_op.best_form(bucket.tokens)
+        self.router = route_op.best_form(bucket.tokens) if len(self.chunks) == 1 else "parts"
         self.routed: Tensor | None = None
         """Set to int32 [MoE layers, T, k] to have runs leave there which experts each live node chose in each layer."""
 
@@ -163,7 +163,7 @@ class Forward:
         w, c, total = self.work, self.config, nodes.total
         linear_op.linear(w.normed, layer.down, w.low, rows=total)
         low = w.low[:, : c.q_lora_rank]
-        if self.bucket.tokens <= STREAM_ROWS:
+        if norms_itself(layer.q_b.shape, self.bucket.tokens):
             linear_op.linear(low, layer.q_b, w.q.flatten(1), rows=total, norm=(layer.q_norm, c.latent_norm_eps))
         else:
             norm_op.add_norm(low, layer.q_norm, c.latent_norm_eps, out=w.q_low, rows=total)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from draftwood.kernels.linear.plan import STREAM_ROWS, Shape
+from draftwood.kernels.linear.plan import Shape, norms_itself
 from draftwood.kernels.mla_attention import sizes as attention
 from draftwood.kernels.mla_attention.sizes import Need
 from draftwood.kernels.moe_int4.sizes import few_rows
@@ -260,7 +260,7 @@ def launches(sizes: Sizes, bucket: Bucket, chosen: bool = False) -> Table:
     several = {"router parts": 2} if len(parts) > 1 else {}
     found = {
         "attention plan": 1,
-        "add_norm": (2 + (bucket.tokens > STREAM_ROWS)) * layers + 1 + chosen,
+        "add_norm": (3 - norms_itself(sizes.linears()["q_b"], bucket.tokens)) * layers + 1 + chosen,
         "linear": sum(sizes.times().values()),
         "turn_and_store": layers,
         "attention": 2 * layers,
