@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from draftwood.kernels import jit
+from draftwood.kernels.linear import op as linear
+from draftwood.kernels.linear import plan
 
 COMPILER = shutil.which("g++")
 _FOLDER = tempfile.TemporaryDirectory(prefix="draftwood-emulated-")
@@ -76,3 +79,9 @@ class Emulated:
         failure = self.library.emulate(extent, block, words.ctypes.data_as(ctypes.c_void_p))
         if failure:
             raise RuntimeError(f"emulated kernel: {failure.decode()}")
+
+
+def emulate_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the launcher of `linear` run its sources on the CPU, in the forms of an H200."""
+    monkeypatch.setattr(linear, "_kernel", functools.cache(lambda form, device: Emulated(linear.source(form))))
+    monkeypatch.setattr(linear, "_machine_of", lambda device: plan.H200)

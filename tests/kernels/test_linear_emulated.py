@@ -4,16 +4,15 @@ An emulated sum inside an mma is exact and rounded once, so bits are not a GPU's
 as well, so independence of rows, kernels and company is tested as on a GPU.
 """
 
-import functools
 
 import pytest
 import torch
 
 from draftwood.kernels.linear import op, plan, ref
-from draftwood.kernels.linear.plan import Form, Shape
+from draftwood.kernels.linear.plan import Shape
 from draftwood.model import layers
 from draftwood.model.weights import DenseWeights
-from tests.kernels.emulate import COMPILER, Emulated
+from tests.kernels.emulate import COMPILER, emulate_linear
 
 BF16 = torch.bfloat16
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -26,11 +25,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(form: Form, device: int) -> Emulated:
-        return Emulated(op.source(form))
-
-    monkeypatch.setattr(op, "_kernel", functools.cache(kernel))
-    monkeypatch.setattr(op, "_machine_of", lambda device: plan.H200)
+    emulate_linear(monkeypatch)
 
 
 def _make(shape: Shape, n: int) -> tuple[torch.Tensor, op.Weight, torch.Tensor]:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from draftwood.kernels import check, jit
-from draftwood.kernels.linear import op, plan
-from draftwood.kernels.linear.plan import Form
+from draftwood.kernels.linear import op
 from draftwood.kernels.norm_rope import op as norm_op
-from tests.kernels.emulate import COMPILER, Emulated
+from tests.kernels.emulate import COMPILER, Emulated, emulate_linear
 
 BF16 = torch.bfloat16
 EPS = 1e-6
@@ -20,11 +19,7 @@ emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(form: Form, device: int) -> Emulated:
-        return Emulated(op.source(form))
-
-    monkeypatch.setattr(op, "_kernel", functools.cache(kernel))
-    monkeypatch.setattr(op, "_machine_of", lambda device: plan.H200)
+    emulate_linear(monkeypatch)
     monkeypatch.setattr(norm_op, "_kernel", functools.cache(lambda device, make, *given: Emulated(make(*given))))
 
 

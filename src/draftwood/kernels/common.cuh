@@ -132,14 +132,6 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
   __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<u32*>(&v);
 }
-
-// INT4 with zero point 8 -> bf16, exact: nibbles 0 and 4 of v (bits 0..3 and 16..19); 0x4300|q is 128 + q, minus 136.
-__device__ __forceinline__ u32 int4_pair(u32 v) {
-  u32 t, o;
-  asm("lop3.b32 %0,%1,%2,%3,0xea;" : "=r"(t) : "r"(v), "r"(0x000f000fu), "r"(0x43004300u));
-  asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(o) : "r"(t), "r"(0x3f803f80u), "r"(0xC308C308u));
-  return o;
-}
 #endif  // EMULATION
 
 // ---------------------------------------------------------------- bf16 pairs in one register (low half first in memory)
@@ -153,12 +145,6 @@ __device__ __forceinline__ void unpack8(float (&f)[8], const uint4& v) {
 }
 __device__ __forceinline__ uint4 pack8(const float (&f)[8]) {
   return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]), pack_bf16(f[6], f[7]));
-}
-
-// ---------------------------------------------------------------- INT4 (zero point 8) -> bf16, exact
-// One word -> one mma A fragment: a[p] = (nibble p, nibble p + 4) - 8.
-__device__ __forceinline__ void int4_fragment(u32 (&a)[4], u32 v) {
-  a[0] = int4_pair(v); a[1] = int4_pair(v >> 4); a[2] = int4_pair(v >> 8); a[3] = int4_pair(v >> 12);
 }
 
 // ---------------------------------------------------------------- warp reductions: every lane gets the same bits

@@ -271,4 +271,3 @@ inline void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   mma(d, a, b0, b1);
 }
 inline u32 pack_bf16(float low, float high) { return __float2bfloat16(low).bits | (u32)__float2bfloat16(high).bits << 16; }
-inline u32 int4_pair(u32 v) { return pack_bf16((float)(int)(v & 15) - 8.f, (float)(int)(v >> 16 & 15) - 8.f); }
