@@ -109,13 +109,24 @@ scores(const uint4* __restrict__ W, const bf16* __restrict__ x, const int* __res
 // Raw weights go out for the experts first .. first+held-1, exactly 0 for those of other ranks.
 __device__ __forceinline__ void choose_rows(float* score, const float* partial, const float* bias, int rows, int from, int to,
                                             int first, int held, float scale, int* experts, float* weights, int* chosen) {
-  const int tid = threadIdx.x, lane = tid & 31;
-  for (int i = tid; i < (to - from) * EXPERTS; i += blockDim.x) {
-    const float* at = partial + (long long)from * EXPERTS + i;
-    float v = load_new(at);
+  const int tid = threadIdx.x, lane = tid & 31, count = (to - from) * EXPERTS;
+  constexpr int BATCH = 4;                       // scores whose segments a thread loads before it waits for the first
+  for (int begin = tid; begin < count; begin += BATCH * blockDim.x) {
+    float part[BATCH][SEGMENTS];
 #pragma unroll
-    for (int s = 1; s < SEGMENTS; s++) v += load_new(at + (long long)s * rows * EXPERTS);
-    score[i] = 1.f / (1.f + expf(-v));
+    for (int b = 0; b < BATCH; b++)
+#pragma unroll
+      for (int s = 0; s < SEGMENTS; s++) {
+        const int i = begin + b * blockDim.x;
+        if (i < count) part[b][s] = load_new(partial + ((long long)s * rows + from) * EXPERTS + i);
+      }
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      float v = part[b][0];
+#pragma unroll
+      for (int s = 1; s < SEGMENTS; s++) v += part[b][s];
+      if (begin + b * blockDim.x < count) score[begin + b * blockDim.x] = 1.f / (1.f + expf(-v));
+    }
   }
   __syncthreads();
   for (int row = from + (tid >> 5); row < to; row += blockDim.x >> 5) {
