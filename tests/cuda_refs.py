@@ -150,7 +150,7 @@ class Refs:
     ) -> None:  # fmt: skip
         n = x.shape[0] if rows is None else rows
         route_op._check(x, router, live, out, tile, n)
-        self.calls.add("moe_route", route_op.launches(n, form))
+        self.calls.add("moe_route", route_op.launches(form))
         weight = self._unpacked(router, lambda: _router(router))
         count, shape = _live(live, n), router.shape
         chosen = route_ref.choose(x[:count], weight, router.bias, shape.topk, router.scale, torch.float64)

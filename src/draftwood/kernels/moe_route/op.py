@@ -18,18 +18,13 @@ from draftwood.kernels.check import Variant
 
 MOST_ROWS = 1024
 """Rows of one call: an expert's rows are a bit mask of this many bits in shared memory."""
-FUSED_ROWS = 16
-"""Rows up to which one block chooses and makes the lists; more are chosen by more blocks."""
 ROW_BLOCKS = ((128, 32), (MOST_ROWS, 128))
 """(rows of a call, rows that one block of the score kernel walks): more blocks, or each weight read less often."""
 WHOLE_ROWS, WHOLE_BLOCK = ROW_BLOCKS[0]
 """Rows up to which all may be one launch."""
 FORMS = ("parts", "beside")
-"""Ways to launch, of the same bits. parts: two launches for up to FUSED_ROWS rows, else three. beside: one, in which the last block
-of some rows chooses and the last of all makes the lists, without waiting for the kernel before; up to WHOLE_ROWS rows."""
-EARLY_ROWS = 8
-"""Rows up to which both launches let the next kernel start early: the shared expert's weights then fill its rings meanwhile (.1 ms
-of 10.4 for one row of K2.6); beyond, its blocks would be in the way (.2 of 23.1 for nine)."""
+"""Ways to launch, of the same bits. parts: three launches. beside: one, in which the last block of some rows chooses and the last
+of all makes the lists, without waiting for the kernel before; up to WHOLE_ROWS rows."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +142,7 @@ def _variant(entry: str, shape: Shape, parts: int) -> Variant:
         "HIDDEN": shape.hidden, "EXPERTS": shape.experts, "TOPK": shape.topk, "PARTS": parts, "WARPS": shape.warps,
         entry.upper(): 1,
     }  # fmt: skip
-    threads = {"scores": 32 * shape.warps, "whole": 32 * shape.warps, "choose": 128}.get(entry, 1024)
+    threads = {"choose": 128, "lists": 1024}.get(entry, 32 * shape.warps)
     shared = _list_bytes(shape.experts, MOST_ROWS) if entry == "lists" else 0
     return Variant(jit.Source(Path(__file__).parent / "route.cu", entry, macros), threads, shared)
 
@@ -160,20 +155,19 @@ def _list_bytes(held: int, rows: int) -> int:
 def variants() -> list[Variant]:
     """Everything the launcher can choose, for K2.6 and nano."""
     shapes = (Shape(7168, 384, 8), Shape(384, 16, 4))
-    entries = [("scores", 1), ("scores", 3), ("choose", 1), ("lists", 1), ("choose_lists", 1), ("whole", 1), ("whole", 3)]
+    entries = [("scores", 1), ("scores", 3), ("choose", 1), ("lists", 1), ("whole", 1), ("whole", 3)]
     return [_variant(entry, shape, parts) for shape in shapes for entry, parts in entries]
 
 
 def best_form(rows: int) -> str:
-    """The form that is fastest within a layer, as measured on an H200; beside the shared expert's first product."""
-    return "beside" if FUSED_ROWS < rows <= WHOLE_ROWS else "parts"
+    """The form that is fastest within a layer, as measured on an H200: beside the shared expert's first product where it can be (a
+    step of one row of K2.6 10.00 instead of 10.26 ms)."""
+    return "beside" if rows <= WHOLE_ROWS else "parts"
 
 
-def launches(rows: int, form: str = "parts") -> int:
-    """Launches of a call for `rows` rows."""
-    if form == "beside":
-        return 1
-    return 2 if rows <= FUSED_ROWS else 3
+def launches(form: str) -> int:
+    """Launches of a call."""
+    return 1 if form == "beside" else 3
 
 
 def route(
@@ -201,16 +195,11 @@ def route(
         numbers = (arg(n), arg(block), *held[1:], np.float32(router.scale), arg(tile))
         get("whole", parts=parts)(grid, 32 * shape.warps, (*given, out.tickets, *numbers), pdl=pdl)
         return
-    early = arg(n <= EARLY_ROWS)
-    get("scores", parts=parts)(grid, 32 * shape.warps, (router.weight, x, live, out.partial, arg(n), arg(block), early), pdl=pdl)
-    scale, cut = np.float32(router.scale), arg(tile)
+    get("scores", parts=parts)(grid, 32 * shape.warps, (router.weight, x, live, out.partial, arg(n), arg(block)), pdl=pdl)
     chosen = (out.partial, router.bias, live, out.experts, out.weights)
-    listed = (out.pairs, out.jobs, out.njobs)
-    if n <= FUSED_ROWS:
-        get("choose_lists", parts=1)(1, 1024, (*chosen, *listed, *held, scale, cut, early), pdl=pdl)
-        return
-    get("choose", parts=1)(n, 128, (*chosen, *held, scale), pdl=pdl)
-    get("lists", parts=1)(1, 1024, (out.experts, live, *listed, *held, cut), shared=_list_bytes(out.held, n), pdl=pdl)
+    get("choose", parts=1)(n, 128, (*chosen, *held, np.float32(router.scale)), pdl=pdl)
+    listed = (out.experts, live, out.pairs, out.jobs, out.njobs)
+    get("lists", parts=1)(1, 1024, (*listed, *held, arg(tile)), shared=_list_bytes(out.held, n), pdl=pdl)
 
 
 def _check(x: Tensor, router: Router, live: Tensor, out: Lists, tile: int, n: int) -> None:

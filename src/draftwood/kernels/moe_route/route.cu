@@ -1,17 +1,16 @@
 // Router of an MoE layer: scores = x W^T, sigmoid, biased choice of TOPK experts, weights, and the lists of the grouped GEMMs.
 //
-//   scores        partial[seg][row][expert]: grid (EXPERTS/16, SEGMENTS, row blocks); a warp owns 16 experts x 128 of K
-//   choose        a row a block: experts[row][slot], weights[row][slot]
-//   lists         one block: pairs, jobs, njobs
-//   choose_lists  one block for at most 16 rows: choose and lists in one launch
-//   whole         all of it in one launch for at most 128 rows: the last block of some rows chooses, the last of all makes the lists
+//   scores   partial[seg][row][expert]: grid (EXPERTS/16, SEGMENTS, row blocks); a warp owns 16 experts x 128 of K
+//   choose   a row a block: experts[row][slot], weights[row][slot]
+//   lists    one block: pairs, jobs, njobs
+//   whole    all of it in one launch for at most 128 rows: the last block of some rows chooses, the last of all makes the lists
 //
 // LAW 1. A score is, for each 128 of K, one chain of mma from 0 (K ascending; the bf16 parts of W in order); the WARPS chains of
 // a segment are added in order, then the segments in order. Nothing depends on the number of rows or on other rows. Ties go to
 // the lowest id. Bit masks are set with atomicOr: their result has no order.
 //
 // Macros: HIDDEN, EXPERTS (multiple of 16), TOPK, PARTS (1: W is bf16; 3: W is fp32, cut into three bf16 that sum to it exactly),
-// WARPS (HIDDEN is a multiple of 128*WARPS); one of SCORES, CHOOSE, LISTS, CHOOSE_LISTS, WHOLE.
+// WARPS (HIDDEN is a multiple of 128*WARPS); one of SCORES, CHOOSE, LISTS, WHOLE.
 // W[part][EXPERTS/16][HIDDEN/16][lane][16 B]: mma A fragments; step 2b+s, lane (g, q): k0 = 32b+8q+4s, registers (row g, k0..+1),
 // (row g+8, same), (row g, k0+2..+3), (row g+8, same): so 16 bytes x[32b+8q .. +7] of a row are the B fragments of two steps.
 // Rows from *live on are padding: they get no pairs, and their experts and weights are not written.
@@ -93,22 +92,21 @@ __device__ __forceinline__ void score_rows(Sums* sums, const uint4* W, const bf1
 #ifdef SCORES
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 scores(const uint4* __restrict__ W, const bf16* __restrict__ x, const int* __restrict__ live, float* __restrict__ partial,
-       int rows, int row_block, int early) {
+       int rows, int row_block) {
   __shared__ Sums sums[2];
-  score_rows<false>(sums, W, x, live, partial, rows, row_block, [&] {
-    if (early) pdl_go_early();
+  score_rows<false>(sums, W, x, live, partial, rows, row_block, [] {
     pdl_wait();
-    if (!early) pdl_go();                      // go after wait, or *live is older than all that went early
+    pdl_go();                                  // go after wait: `choose` reads *live ahead of its own
   });
 }
 #endif
 
-#if defined(CHOOSE) || defined(CHOOSE_LISTS) || defined(WHOLE)
+#if defined(CHOOSE) || defined(WHOLE)
 // Rows from .. to-1 of the block: score[row][expert] in shared memory, then a warp a row chooses. bias: in shared memory,
 // filled by this block's threads before the call.
 // Raw weights go out for the experts first .. first+held-1, exactly 0 for those of other ranks.
 __device__ __forceinline__ void choose_rows(float* score, const float* partial, const float* bias, int rows, int from, int to,
-                                            int first, int held, float scale, int* experts, float* weights, int* chosen) {
+                                            int first, int held, float scale, int* experts, float* weights) {
   const int tid = threadIdx.x, lane = tid & 31, count = (to - from) * EXPERTS;
   constexpr int BATCH = 4;                       // scores whose segments a thread loads before it waits for the first
   for (int begin = tid; begin < count; begin += BATCH * blockDim.x) {
@@ -161,13 +159,12 @@ __device__ __forceinline__ void choose_rows(float* score, const float* partial, 
       const bool here = mine - (u32)first < (u32)held;
       experts[row * TOPK + lane] = mine;
       weights[row * TOPK + lane] = here ? w / (total + 1e-20f) * scale : 0.f;
-      if (chosen) chosen[(row - from) * TOPK + lane] = mine;
     }
   }
 }
 #endif
 
-#if defined(LISTS) || defined(CHOOSE_LISTS) || defined(WHOLE)
+#if defined(LISTS) || defined(WHOLE)
 // The choice of pair p; NEW: this kernel's other blocks have written it.
 template <bool NEW> __device__ __forceinline__ u32 choice(const int* chosen, int p) { return NEW ? load_new(chosen + p) : chosen[p]; }
 
@@ -240,12 +237,11 @@ __device__ __forceinline__ void make_lists(u32* mask, u32* at, const int* chosen
 }
 #endif
 
-#if defined(CHOOSE_LISTS) || defined(WHOLE)
+#ifdef WHOLE
 // The lists of at most 32 pairs by one warp; a job holds at least as many pairs as an expert can have rows.
-template <bool NEW>
 __device__ __forceinline__ void few_lists(const int* chosen, int n, int first, int held, int* pairs, int4* jobs, int* njobs) {
   const int p = threadIdx.x, count = n * TOPK;
-  const u32 expert = p < count ? choice<NEW>(chosen, p) - first : ~0u;
+  const u32 expert = p < count ? load_new(chosen + p) - first : ~0u;
   const bool here = expert < (u32)held;
   int start = 0, rank = 0, same = 0;           // pairs of lower experts; of this one: before p, and in all
   for (int o = 0; o < count; o++) {
@@ -271,7 +267,7 @@ choose(const float* __restrict__ partial, const float* __restrict__ bias, const 
   for (int e = threadIdx.x; e < EXPERTS; e += 128) biases[e] = bias[e];
   pdl_wait();
   pdl_go();                                    // go after wait: `lists` reads *live ahead of its own
-  if (row < n) choose_rows(score, partial, biases, rows, row, row + 1, first, held, scale, experts, weights, nullptr);
+  if (row < n) choose_rows(score, partial, biases, rows, row, row + 1, first, held, scale, experts, weights);
 }
 #endif
 
@@ -286,28 +282,6 @@ lists(const int* __restrict__ experts, const int* __restrict__ live, int* __rest
   pdl_go();
   const int words = (rows + 31) / 32 | 1;      // odd: the words of 32 experts lie in 32 banks
   make_lists<1024, false>(space, space + held * words, experts, n, words, first, held, tile, pairs, jobs, njobs);
-}
-#endif
-
-#ifdef CHOOSE_LISTS
-// One block of 1024 threads, at most 16 rows. early, of this and of scores: the next kernel may start, and fetch its weights, before
-// this one has waited; *live is older than all the kernels in a row that do so and the one before them.
-extern "C" __global__ void __launch_bounds__(1024)
-choose_lists(const float* __restrict__ partial, const float* __restrict__ bias, const int* __restrict__ live,
-             int* __restrict__ experts, float* __restrict__ weights, int* __restrict__ pairs, int4* __restrict__ jobs,
-             int* __restrict__ njobs, int rows, int first, int held, float scale, int tile, int early) {
-  __shared__ float score[16 * EXPERTS], biases[EXPERTS];
-  __shared__ u32 mask[EXPERTS], at[EXPERTS + 33];
-  __shared__ int chosen[16 * TOPK];
-  const int n = min(rows, load_new(live));
-  for (int e = threadIdx.x; e < EXPERTS; e += 1024) biases[e] = bias[e];
-  if (early) pdl_go_early();
-  pdl_wait();
-  if (!early) pdl_go();
-  choose_rows(score, partial, biases, rows, 0, n, first, held, scale, experts, weights, chosen);
-  __syncthreads();
-  if (n * TOPK > 32 || n > tile) make_lists<1024, false>(mask, at, chosen, n, 1, first, held, tile, pairs, jobs, njobs);
-  else if (threadIdx.x < 32) few_lists<false>(chosen, n, first, held, pairs, jobs, njobs);
 }
 #endif
 
@@ -345,14 +319,14 @@ whole(const uint4* __restrict__ W, const bf16* x, const int* live, float* partia
   for (int e = threadIdx.x; e < EXPERTS; e += 32 * WARPS) space.choosing.biases[e] = bias[e];
   for (int row = from; row < to; row += WARPS) {
     choose_rows(space.choosing.score, partial, space.choosing.biases, rows, row, min(row + WARPS, to), first, held, scale, experts,
-                weights, nullptr);
+                weights);
     __syncthreads();
   }
   if (!last_of(tickets, gridDim.z)) return;
   const int words = (rows + 31) / 32 | 1;
   if (n * TOPK > 32 || n > tile)
     make_lists<32 * WARPS, true>(space.listing.mask, space.listing.at, experts, n, words, first, held, tile, pairs, jobs, njobs);
-  else if (threadIdx.x < 32) few_lists<true>(experts, n, first, held, pairs, jobs, njobs);
+  else if (threadIdx.x < 32) few_lists(experts, n, first, held, pairs, jobs, njobs);
   pdl_wait();
 }
 #endif

@@ -20,7 +20,7 @@ from draftwood.parallel.layout import Layout
 
 PARTIALS = 1 << 30
 """Bytes that partial attention of a bucket may take; where more would be needed, blocks walk whole rows."""
-MOST_ROUTED, WHOLE_ROWS, FUSED_ROWS, TICKETS = 1024, 128, 16, 5
+MOST_ROUTED, WHOLE_ROWS, TICKETS = 1024, 128, 5
 """As in kernels/moe_route: nodes of one call of the router, up to which it is one launch, of few nodes up to which it is two (else
 three); and numbers that the one launch counts with."""
 DRAFT_CHUNK, DRAFT_QUERIES, DRAFT_SPLIT = 128, 64, 16
@@ -264,7 +264,7 @@ def launches(sizes: Sizes, bucket: Bucket, chosen: bool = False) -> Table:
         "linear": sum(sizes.times().values()),
         "turn_and_store": layers,
         "attention": 2 * layers,
-        "moe_route": moe * sum(2 if n <= FUSED_ROWS else 1 if n <= WHOLE_ROWS else 3 for n in parts),
+        "moe_route": moe * sum(1 if n <= WHOLE_ROWS else 3 for n in parts),
         "moe_int4": moe * sum(2 if n <= few_rows(sizes.columns) else 3 for n in parts),
     }
     return tuple((found | several if c.num_moe_layers else found).items())
