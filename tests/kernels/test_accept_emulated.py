@@ -204,7 +204,7 @@ def test_only_nodes_of_a_walk_are_read_and_walks_are_the_same(name: str, kind: s
         children = [j for j in range(int(scene.tree.counts[row])) if scene.tree.parents[row, j] == node]
         if children and m % 4:  # most nodes choose a child
             logits[m, scene.tree.tokens[row, children[m % len(children)]]] = 60.0
-    monkeypatch.setattr(op, "_WALKED_BLOCKS", 5)  # more rows than blocks for them at first, several blocks a row later
+    monkeypatch.setattr(op, "slots", lambda device: 5)  # more rows than blocks for them at first, several blocks a row later
     for width in (2, 7):
         _, _, whole = scene.run(logits)
         want = op.walk(scene.at, scene.tree.counts, whole, op.allocate_path(r, width, "cpu"))

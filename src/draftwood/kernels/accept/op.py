@@ -29,8 +29,6 @@ _DECIDED_AT_ONCE = 4
 """Nodes of a block of `decide` where no row has a filter: a warp has one; decide.cu has the number too."""
 _BLOCK_COST = 1.0
 """What a block of `scan` costs beyond its segments, in segments: it looks a node's parameters up."""
-_WALKED_BLOCKS = 528
-"""Twice what a large GPU runs at once: the nodes that walks have come to share them."""
 FEW_NODES = 40
 """Verified nodes for each level of a walk up to which all are chosen at once: a level is two launches, some 8 microseconds, in
 which that many nodes are read."""
@@ -135,7 +133,7 @@ def choose(
     fronts: list[tuple[Tensor | np.uint64, Tensor | np.uint64]] = [(_NULL, _NULL)]
     nodes, grid = m, (shares(segments, m, slots(logits.device), _BLOCK_COST), m)
     if levels is not None and levels > 1 and m > few_nodes * levels:
-        nodes, grid = r, (max(r, _WALKED_BLOCKS), 1)
+        nodes, grid = r, (max(r, slots(logits.device)), 1)  # one round: the nodes that walks have come to share the blocks
         fronts = [(b.front[i % 2], b.front[(i + 1) % 2]) for i in range(levels)]
         _kernel("start", 1, device)(
             1, _THREADS["start"],

@@ -16,7 +16,7 @@
 #define FILTERS 1        // 0: no row of the batch has min-p, top-k or top-p
 #endif
 constexpr int MOST = 32; // segments of a vocabulary
-constexpr float LEAST_NOISE = -3.2f, MOST_NOISE = 23.f;                        // gumbel lies within (-3.14, 22.9)
+constexpr float LEAST_NOISE = -3.2f;
 
 // What a block knows of its segments, the i-th of them at [i]. Orders (float_order) of values, 0: nothing yet.
 struct Found {
@@ -28,23 +28,38 @@ struct Found {
 
 __device__ __noinline__ u64 noisy_key(float z, u32 bits, int token) { return rank_key(add_rn(z, gumbel(bits)), token); }
 // This warp's best key of z + gumbel, or 0 if the block has found better. most: the highest of v. floor: the order of a value that
-// the block's choice reaches. sampled: that has been drawn; else each lane draws for its highest token first.
-__device__ __forceinline__ u64 best_drawn(const float (&v)[PER], float most, int s, const Node& a, u32 floor, bool sampled) {
+// the block's choice reaches; shared: the same, as far as the block's warps have come. sampled: that has been drawn, and seldom a
+// token is better: first all tokens' bits are held against what the thread's highest would need. Else each lane draws for its
+// highest token first.
+__device__ __forceinline__ u64 best_drawn(const float (&v)[PER], float most, int s, const Node& a, u32 floor, u32* shared,
+                                          bool sampled) {
   u64 mine = 0;
-  if (!sampled) {
+  if (sampled) {
+    const float known = value_of(floor);
+    if (!__ballot_sync(ALL_LANES, add_rn(most, MOST_NOISE) >= known)) return 0;
+    const u32 enough = bits_reaching(reach_of(known), most);
+    u32 lowest = ~0u;
+#pragma unroll
+    for (int q = 0; q < PER / 4; q++) {
+      const Bits bits = philox((u32)token_of(s, 4 * q) >> 2, a.position, a.seed);
+#pragma unroll
+      for (int e = 0; e < 4; e++) lowest = min(lowest, bits.word[e]);
+    }
+    if (!__ballot_sync(ALL_LANES, lowest <= enough)) return 0;
+  } else {
     int which = 0;
 #pragma unroll
     for (int j = PER - 1; j >= 0; j--) if (v[j] == most) which = j;
     mine = drawn_key(a, most, token_of(s, which));
     floor = max(floor, warp_max_u32((u32)(mine >> 32)));
+    if ((threadIdx.x & 31) == 0) raise(shared, floor);
+    floor = max(floor, *shared);
   }
 #pragma unroll
-  for (int q = 0; q < PER / 4; q++) {
-    const float high = fmaxf(fmaxf(v[4 * q], v[4 * q + 1]), fmaxf(v[4 * q + 2], v[4 * q + 3])), least = value_of(floor);
-    if (!__ballot_sync(ALL_LANES, add_rn(high, MOST_NOISE) >= least)) continue;
+  for (int q = 0; q < PER / 4; q++) {                  // each token with a bound of its own
     const int token = token_of(s, 4 * q);
     const Bits bits = philox((u32)token >> 2, a.position, a.seed);
-    const Reach reach = reach_of(least, 1.f);
+    const Reach reach = reach_of(value_of(floor));
     u32 hits = 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) hits |= (u32)may_reach(reach, v[4 * q + e], bits.word[e]) << e;
@@ -197,7 +212,8 @@ scan(STEP_ARGUMENTS, const int* front, int R, float2* raw, float2* heat, u64* be
       }
     } else {
       const u32 floor = found.floor;                   // of segments before; whatever of this one is there already does no harm
-      const u64 best_here = best_drawn(v, most, s, a, max(floor, order_of(add_rn(value_of(peak), LEAST_NOISE))), i > 0);
+      const u32 least = max(floor, order_of(add_rn(value_of(peak), LEAST_NOISE)));
+      const u64 best_here = best_drawn(v, most, s, a, least, &found.floor, i > 0);
       if ((tid & 31) == 0) {
         found.key[i][tid >> 5] = best_here;
         raise(&found.floor, (u32)(best_here >> 32));

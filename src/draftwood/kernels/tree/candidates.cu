@@ -3,6 +3,8 @@
 //   pick     each block reads one or several segments of 8192 tokens of a (depth, row) once: keys [R][D][64][parts], sums [R][D][S]
 //   merge    one block per (depth, row): ids, z, place (each candidate's rank by id) [R][D][64], norm [R][D]
 //
+// Where a list has one block, that block gives the results too.
+//
 // LAW 1. Segments depend on the vocabulary only; a segment's sum has one order (segment.cuh), the segments follow in order, and
 // the 64 highest of distinct keys (value descending, id ascending) are what they are. z is rounded as written in ref.py.
 // Rows from *rows on, and rows without a budget, are neither read nor written.
@@ -12,6 +14,31 @@
 #define WIDE 0           // 1: float32 logits
 #endif
 constexpr float COLD = 1e-5f;
+
+// Where a list's results go, all [R][D] and all but norm [64].
+struct Results { int *ids; float* z; int* places; float* norm; };
+// run.top: the 64 best of list `at`. sums: of its segments, null if its log-sum-exp is not wanted. All threads.
+__device__ __forceinline__ void give(const Running& run, long long at, const float2* sums, int segments, const Results& to) {
+  const int tid = threadIdx.x;
+  if (tid < TOP) {
+    const u64 key = run.top[tid];
+    const u32 id = key ? choice_id(key) : ~0u;
+    int place = 0;
+#pragma unroll 8
+    for (int o = 0; o < TOP; o++) {
+      const u64 other = run.top[o];
+      const u32 other_id = other ? choice_id(other) : ~0u;
+      place += other_id < id || (other_id == id && o < tid);         // several may be nothing
+    }
+    to.ids[at * TOP + tid] = (int)id;
+    to.places[at * TOP + tid] = place;
+    to.z[at * TOP + tid] = key_value(key);
+  }
+  if (tid >= SEGMENT_THREADS - 32) {
+    const float found = sums ? log_sum_exp(sums, segments) : minus_infinity();
+    if ((tid & 31) == 0) to.norm[at] = found;
+  }
+}
 
 #ifdef PICK
 constexpr int MOST = 32;                               // segments of a vocabulary
@@ -45,14 +72,18 @@ __device__ __forceinline__ void put_drawn(Running& run, float value, u32 bits, f
   if (key && (u32)(key >> 32) >= bound) put(run, key);
 }
 // Where only the best count and scale > 0: puts the keys of v + scale * noise that reach the bound. Noise is found of the few
-// tokens alone whose bits may be enough.
-__device__ __forceinline__ void put_noisy(Running& run, const Row& row, const float (&v)[PER], int s) {
+// tokens alone whose bits may be enough: for the highest of four first, then for their own value. highest: of v.
+__device__ __forceinline__ void put_noisy(Running& run, const Row& row, const float (&v)[PER], float highest, int s) {
   const u32 bound = run.bound;
-  const Reach reach = reach_of(least_of(bound), row.scale);
+  const float least = least_of(bound);
+  if (!__ballot_sync(ALL_LANES, add_rn(highest, mul_rn(MOST_NOISE, row.scale)) >= least)) return;
+  const Reach reach = reach_of(least, row.scale);
 #pragma unroll
   for (int q = 0; q < PER / 4; q++) {
     const int token = token_of(s, 4 * q);
+    const u32 enough = bits_reaching(reach, fmaxf(fmaxf(v[4 * q], v[4 * q + 1]), fmaxf(v[4 * q + 2], v[4 * q + 3])));
     const Bits bits = philox((u32)token >> 2, row.position, row.seed);
+    if (!__ballot_sync(ALL_LANES, min(min(bits.word[0], bits.word[1]), min(bits.word[2], bits.word[3])) <= enough)) continue;
     u32 hits = 0;
 #pragma unroll
     for (int e = 0; e < 4; e++) hits |= (u32)may_reach(reach, v[4 * q + e], bits.word[e]) << e;
@@ -76,21 +107,21 @@ __device__ __noinline__ void put_again(Running& run, u32 before, const Row& row,
   for (int j = 0; j < PER; j++) put_and_cut(run, key_of(row, token_of(s, j), V));
 }
 
-// Grid (parts, D, R): block p reads segments p, p + parts, ... logits: row r, depth d at r * row_stride + d * depth_stride. seeds
-// null: no noise. norms: for how many depths the sum of all tokens is wanted. Position of the token at depth d (0 = first):
-// lengths[r] + 1 + d.
+// Grid (parts, R, D): block p reads segments p, p + parts, ... logits: row r, depth d at r * row_stride + d * depth_stride. seeds
+// null: no noise. norms: for how many depths the sum of all tokens is wanted; these take longest, so they come first. Position of
+// the token at depth d (0 = first): lengths[r] + 1 + d.
 //
 // Two barriers a segment. Behind the first its peak is known, and what the one before put into the list; the sum stands between
 // them, so nobody waits long; behind the second nobody reads the list's length any more, and keys are put in.
 extern "C" __global__ void __launch_bounds__(SEGMENT_THREADS, 2)
 pick(const void* logits, long long row_stride, long long depth_stride, const float* temperature, const float* beta,
-       const long long* seeds, const long long* lengths, const int* budgets, const int* rows, u64* keys, float2* sums, int V,
-       int segments, int norms) {
+     const long long* seeds, const long long* lengths, const int* budgets, const int* rows, u64* keys, float2* sums, int* ids,
+     float* z, int* places, float* norm, int V, int segments, int norms) {
   __shared__ Running run;
   __shared__ Row row;                                  // not in registers, of which there are none to spare
   __shared__ u32 peaks[MOST];
   __shared__ float parts[MOST][SEGMENT_THREADS / 32];
-  const int d = blockIdx.y, r = blockIdx.z, tid = threadIdx.x, every = gridDim.x;
+  const int r = blockIdx.y, d = blockIdx.z, D = gridDim.z, tid = threadIdx.x, every = gridDim.x;
   pdl_wait();
   pdl_go();
   const int budget = load_int(budgets + r), live = rows ? load_int(rows) : r + 1;
@@ -163,17 +194,21 @@ pick(const void* logits, long long row_stride, long long depth_stride, const flo
       }
       find_bound(run, (u32)(rank_key(z, 0) >> 32));
     }
-    if (sampled) put_noisy(run, row, v, s);
+    if (sampled) put_noisy(run, row, v, highest, s);
     else put_values(run, v, highest, s);
     if (!AHEAD && s + every < segments) fetch_segment(held, tokens, s + every, V);
   }
   __syncthreads();
   if (run.count > MOST_KEYS) put_again(run, before, row, blockIdx.x + (segments - 1 - (int)blockIdx.x) / every * every, V);
   finish(run);
-  if (tid < TOP) keys[((((long long)r * gridDim.y + d) * TOP) + tid) * every + blockIdx.x] = run.top[tid];
+  const long long at = (long long)r * D + d;
   const int s = blockIdx.x + tid * every;
-  if (summed && s < segments) {
-    sums[((long long)r * gridDim.y + d) * segments + s] = make_float2(value_of(peaks[tid]), sum_of(parts[tid]));
+  if (summed && s < segments) sums[at * segments + s] = make_float2(value_of(peaks[tid]), sum_of(parts[tid]));
+  if (every == 1) {
+    __syncthreads();                                   // the sums
+    give(run, at, summed ? sums + at * segments : nullptr, segments, {ids, z, places, norm});
+  } else if (tid < TOP) {
+    keys[(at * TOP + tid) * every + blockIdx.x] = run.top[tid];
   }
 }
 #endif
@@ -202,23 +237,6 @@ merge(const u64* keys, const float2* sums, const int* budgets, const int* rows, 
   __syncthreads();
   take_keys(run, mine);
   cut(run);
-  if (tid < TOP) {
-    const u64 key = run.top[tid];
-    const u32 id = key ? choice_id(key) : ~0u;
-    int place = 0;
-#pragma unroll 8
-    for (int o = 0; o < TOP; o++) {
-      const u64 other = run.top[o];
-      const u32 other_id = other ? choice_id(other) : ~0u;
-      place += other_id < id || (other_id == id && o < tid);         // several may be nothing
-    }
-    ids[at * TOP + tid] = (int)id;
-    places[at * TOP + tid] = place;
-    z[at * TOP + tid] = key_value(key);
-  }
-  if (tid >= SEGMENT_THREADS - 32) {
-    const float found = d < norms ? log_sum_exp(sums + at * segments, segments) : minus_infinity();
-    if ((tid & 31) == 0) norm[at] = found;
-  }
+  give(run, at, d < norms ? sums + at * segments : nullptr, segments, {ids, z, places, norm});
 }
 #endif

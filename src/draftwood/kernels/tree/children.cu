@@ -1,7 +1,8 @@
 // The children of every candidate that may become a parent, ranked with the previous-token table: a warp per list.
 //
-// s(x | a) = log_softmax over the candidates x of the next depth of z(x) + weight * PMI(a, x), best first (ties: the lower id). A list
-// belongs to a token of a depth, whatever path leads to it, so all lists are known before a tree grows, and multiprocessors share them.
+// s(x | a) = log_softmax over the candidates x of the next depth of z(x) + weight * PMI(a, x), best first (ties: the lower id). A
+// list belongs to a token of a depth, whatever path leads to it, so all lists are known before a tree grows, and multiprocessors
+// share them.
 #include "numbers.cuh"
 
 constexpr int TOP = 64, WARPS = 8, CHILDREN_THREADS = 32 * WARPS, SIEVE = 2048;
@@ -9,7 +10,8 @@ constexpr int SHORT = 2048;                            // rows of the table up t
 
 struct Desk {                                          // where a warp ranks one list
   alignas(16) u64 order[TOP];
-  float pmi[TOP];
+  alignas(16) u32 better[32];
+  float pmi[TOP];                                      // of each candidate; then the scores of those in `order`
 };
 struct Depth {                                         // candidates of the children's depth, by id; nothing comes last
   int ids[TOP];
@@ -47,8 +49,10 @@ __device__ __forceinline__ void look_up(const Depth& next, Desk& desk, const int
   }
 }
 
-// Scores of the candidates and their ranks; those of rank < most go to scores and places.
-__device__ __forceinline__ void rank_list(const Depth& next, Desk& desk, float weight, int most, float* scores, unsigned char* places) {
+// Scores of the candidates and their ranks; those of rank < most go to scores and places. Ranking is quadratic, so it is of those
+// alone that reach a bound: the most-th of the lanes' better ones (24 of 64, or few more, for 16).
+__device__ __forceinline__ void rank_list(const Depth& next, Desk& desk, float weight, int most, float* scores,
+                                          unsigned char* places) {
   const int lane = threadIdx.x & 31;
   float score[2];
   u64 key[2];
@@ -57,36 +61,56 @@ __device__ __forceinline__ void rank_list(const Depth& next, Desk& desk, float w
     const int c = lane + 32 * i;
     score[i] = add_rn(mul_rn(desk.pmi[c], weight), next.z[c]);
     key[i] = rank_key(score[i], c);                    // places stand in the order of ids
-    desk.order[c] = key[i];
   }
+  const u32 better = (u32)(max(key[0], key[1]) >> 32);
+  desk.better[lane] = better;
   const float peak = warp_max(fmaxf(score[0], score[1])), start = peak > minus_infinity() ? peak : 0.f;
   float sum = add_rn(exp_of(sub_rn(score[0], start)), exp_of(sub_rn(score[1], start)));
 #pragma unroll
   for (int d = 16; d > 0; d >>= 1) sum = add_rn(sum, __shfl_xor_sync(ALL_LANES, sum, d));
   const float norm = sub_rn(start, minus_log(sum > 0.f ? sum : 1.f));
-  __syncwarp();
-  int rank[2] = {0, 0}, nothing = 0;                   // nothing: how many are not among the ranked
-#pragma unroll 4
-  for (int o = 0; o < TOP; o += 2) {                   // two in one load
-    alignas(16) u64 pair[2];
-    *reinterpret_cast<uint4*>(pair) = *reinterpret_cast<const uint4*>(desk.order + o);
+  __syncwarp();                                        // everybody has read its pmi
+  int reach = 0;
 #pragma unroll
-    for (int i = 0; i < 2; i++) rank[i] += (pair[0] > key[i]) + (pair[1] > key[i]);
+  for (int o = 0; o < 32; o += 4) {
+    const uint4 some = *reinterpret_cast<const uint4*>(desk.better + o);
+    reach += (some.x >= better) + (some.y >= better) + (some.z >= better) + (some.w >= better);
   }
+  const u32 bound = warp_max_u32(reach >= most ? better : 0);                  // 0: of all, where most is above 32 or few are there
+  u32 there[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) there[i] = __ballot_sync(ALL_LANES, key[i] && (u32)(key[i] >> 32) >= bound);
+  const int first = __popc(there[0]), n = first + __popc(there[1]);
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    if (key[i] && rank[i] < most) {
-      scores[rank[i]] = sub_rn(score[i], norm);
-      places[rank[i]] = (unsigned char)(lane + 32 * i);
-    }
-    nothing += __popc(__ballot_sync(ALL_LANES, !key[i]));
+    if (!(there[i] >> lane & 1)) continue;
+    const int at = (i ? first : 0) + __popc(there[i] & ((1u << lane) - 1));
+    desk.order[at] = key[i];
+    desk.pmi[at] = score[i];
   }
-  for (int c = TOP - nothing + lane; c < most; c += 32) { scores[c] = minus_infinity(); places[c] = 0; }
+  if (lane == 0 && n < TOP) desk.order[n] = 0;         // they are compared by two
+  __syncwarp();
+#pragma unroll 1
+  for (int e = lane; e < n; e += 32) {
+    const u64 mine = desk.order[e];
+    int rank = 0;
+#pragma unroll 4
+    for (int o = 0; o < n; o += 2) {
+      alignas(16) u64 pair[2];
+      *reinterpret_cast<uint4*>(pair) = *reinterpret_cast<const uint4*>(desk.order + o);
+      rank += (pair[0] > mine) + (pair[1] > mine);
+    }
+    if (rank < most) {
+      scores[rank] = sub_rn(desk.pmi[e], norm);
+      places[rank] = (unsigned char)choice_id(mine);
+    }
+  }
+  for (int c = n + lane; c < most; c += 32) { scores[c] = minus_infinity(); places[c] = 0; }     // then bound is 0 and n all there are
 }
 
-// Grid (8, D - 1, R): parents at 8 of the 64 places of a depth. ids, z, places [R][D][64] as merge leaves them; the table: row_ptr
-// [known + 1], cols, vals, base [known]; most: of a list's children that growth may look at. scores, children [R][D - 1][64][64]:
-// of parents at depth index 0 by rank, below by place (rank by id); lists of parents that cannot be are left alone.
+// Grid (8, D - 1, R): parents at 8 of the 64 places of a depth. ids, z, places [R][D][64] as `candidates` leaves them; the table:
+// row_ptr [known + 1], cols, vals, base [known]; most: of a list's children that growth may look at. scores, children
+// [R][D - 1][64][64]: of parents at depth index 0 by rank, below by place (rank by id); lists of parents that cannot be are left alone.
 extern "C" __global__ void __launch_bounds__(CHILDREN_THREADS)
 rank_children(const int* ids, const float* z, const int* places, const int* budgets, const float* temperature, const int* rows,
               const int* row_ptr, const int* cols, const float* vals, const float* base, int known, int D, int candidates,

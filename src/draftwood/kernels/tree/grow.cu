@@ -314,9 +314,9 @@ __device__ __forceinline__ void grow_tree(const Source& from, const Growth& how,
 }
 
 // caps [steps][2]: while a tree has up to caps[i][0] nodes beyond the root, children have rank < caps[i][1] (<= width).
-// Grid (R). ids, z, places [R][D][64] and norm [R][D] as merge leaves them; with a table, scores and children [R][D - 1][64][64] as
-// rank_children does. Outputs: tokens, parents, depths, positions [R][65] int64, counts [R] int64, logprob [R][65], ancestors
-// [R][65][2].
+// Grid (R). ids, z, places [R][D][64] and norm [R][D] as `candidates` leaves them; with a table, scores and children
+// [R][D - 1][64][64] as rank_children does. Outputs: tokens, parents, depths, positions [R][65] int64, counts [R] int64, logprob
+// [R][65], ancestors [R][65][2].
 extern "C" __global__ void __launch_bounds__(GROW_THREADS, 1)
 grow(const int* ids, const float* z, const int* places, const float* norm, const long long* roots, const long long* lengths,
      const int* budgets, const int* rows, const float* scores, const unsigned char* children, const float* correction,

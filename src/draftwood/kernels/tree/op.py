@@ -25,6 +25,8 @@ _THREADS = {"pick": 512, "merge": 512, "rank_children": 256, "grow": 128, "flatt
 _GROW_TABLE_THREADS = 512
 _BLOCK_COST = 4.0
 """What a block of `pick` costs beyond its segments, in segments: until it has a good bound, many tokens come into its list."""
+_NOISE_COST = 1.6
+"""What a segment costs whose noise is found for every token, beside one where little of it is."""
 _GROW_HELD = 16
 """Children of a node that growth with a table has at hand; more of them take another form (SPECIAL in grow.cu)."""
 _GROW_SHARED = (25_088, 89_088)
@@ -180,20 +182,22 @@ def candidates(
         return buffers.found
     found, arg, device = buffers.found, np.int32, logits.device.index or 0
     segments = -(-v // SEGMENT)
-    parts, live = shares(segments, r * d, slots(logits.device), _BLOCK_COST), _NULL if rows is None else rows
+    longest = _NOISE_COST if seeds is not None and 0 < norms < d else 1.0
+    parts, live = shares(segments, r * d, slots(logits.device), _BLOCK_COST, longest), _NULL if rows is None else rows
     _kernel("pick", int(logits.dtype == torch.float32), device)(
-        (parts, d, r), _THREADS["pick"],
+        (parts, r, d), _THREADS["pick"],
         (logits, np.int64(logits.stride(0)), np.int64(logits.stride(1)), temperature, given.beta,
          _NULL if seeds is None else seeds, _NULL if lengths is None else lengths, budgets, live, buffers.keys, buffers.sums,
-         arg(v), arg(segments), arg(norms)),
+         found.ids, found.z, found.places, found.norm, arg(v), arg(segments), arg(norms)),
         pdl=pdl,
     )  # fmt: skip
-    _kernel("merge", 0, device)(
-        (d, r), _THREADS["merge"],
-        (buffers.keys, buffers.sums, budgets, live, found.ids, found.z, found.places, found.norm, arg(parts), arg(segments),
-         arg(norms)),
-        pdl=pdl,
-    )  # fmt: skip
+    if parts > 1:
+        _kernel("merge", 0, device)(
+            (d, r), _THREADS["merge"],
+            (buffers.keys, buffers.sums, budgets, live, found.ids, found.z, found.places, found.norm, arg(parts), arg(segments),
+             arg(norms)),
+            pdl=pdl,
+        )  # fmt: skip
     return found
 
 
@@ -204,15 +208,16 @@ def slots(device: torch.device) -> int:
 
 
 @functools.cache
-def shares(segments: int, lists: int, at_once: int, block_cost: float) -> int:
+def shares(segments: int, lists: int, at_once: int, block_cost: float, longest: float = 1.0) -> int:
     """How many blocks share the segments of each of so many lists of logits, of which `at_once` run at a time.
 
-    A block costs `block_cost` segments beyond its own. A few rounds of blocks end together; many blur.
+    A block costs `block_cost` segments beyond its own. A few rounds of blocks end together; many blur. longest: what a segment of
+    a few lists costs, which begin first.
     """
 
     def cost(blocks: int) -> float:
-        rounds = blocks * lists / at_once
-        return (math.ceil(rounds) if rounds <= 3 else rounds) * (-(-segments // blocks) + block_cost)
+        rounds, each = blocks * lists / at_once, -(-segments // blocks)
+        return max((math.ceil(rounds) if rounds <= 3 else rounds) * (each + block_cost), longest * each + block_cost)
 
     return min(sorted({-(-segments // most) for most in range(1, segments + 1)}), key=cost)
 

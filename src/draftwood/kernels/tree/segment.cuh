@@ -82,14 +82,21 @@ __device__ __forceinline__ float sum_of(const float* sums) {                   /
 // What value + scale * gumbel needs to reach a bound. gumbel <= -log((bits + 1/2) / 2^32), so only few bits reach far: those up to
 // 2^32 exp((value - bound) / scale). The slack covers rounding; less noise than a millionth is within it.
 struct Reach { float from, turn; };
+__device__ __forceinline__ Reach reach_of(float bound) { return {sub_rn(bound, fma_rn(fabsf(bound), 1e-6f, 0.01f)), 1.44269504f}; }
 __device__ __forceinline__ Reach reach_of(float bound, float scale) {
-  return {sub_rn(bound, fma_rn(fabsf(bound), 1e-6f, 0.01f)), scale > 1e-6f ? divide(1.44269504f, scale) : 1e30f};
+  return {reach_of(bound).from, scale > 1e-6f ? divide(1.44269504f, scale) : 1e30f};
 }
 // False only if it does not reach: 1 + (bits / 2^32) rounded down is compared with 1 + that power, for no integer is made of it so.
 __device__ __forceinline__ bool may_reach(const Reach& reach, float value, u32 bits) {
   const float cut = add_rn(1.f, exp2_fast(mul_rn(sub_rn(value, reach.from), reach.turn)));
   return __uint_as_float(bits >> 9 | 0x3f800000u) <= cut;
 }
+// The highest bits that may do for this value or a lower one: with one comparison of bits most tokens go by.
+__device__ __forceinline__ u32 bits_reaching(const Reach& reach, float value) {
+  const float cut = add_rn(1.f, exp2_fast(mul_rn(sub_rn(value, reach.from), reach.turn)));
+  return __float_as_uint(fminf(cut, 1.99999988f)) << 9 | 511;                  // what is no number lets all pass
+}
+constexpr float MOST_NOISE = 23.f;                     // gumbel lies within (-3.14, 22.9)
 // Bits of the lowest of four tokens whose bit is set in `hits`, and its value.
 struct Hit { u32 bits, which; float value; };
 __device__ __forceinline__ Hit first_hit(u32 hits, const Bits& bits, float a, float b, float c, float d) {
