@@ -25,7 +25,7 @@ def _routers(device: torch.device) -> list[tuple[op.Router, torch.Tensor]]:
     return found
 
 
-def _setup(n: int, device: torch.device) -> Run:
+def _setup(n: int, form: str, device: torch.device) -> Run:
     routers = _routers(device)
     x = torch.randn(n, 7168, device=device, generator=torch.Generator(device).manual_seed(2)).to(torch.bfloat16)
     out = op.allocate(K26, n, 0, 384, device)
@@ -33,7 +33,7 @@ def _setup(n: int, device: torch.device) -> Run:
 
     def launch() -> None:
         for router, _ in routers:
-            op.route(x, router, live, out, 8)
+            op.route(x, router, live, out, 8, form=form, pdl=form == "parts")
 
     def error() -> float:
         router, weight = routers[-1]
@@ -45,8 +45,10 @@ def _setup(n: int, device: torch.device) -> Run:
 
 
 def cases() -> list[Case]:
-    """1 to 1024 rows in parts, lists for tiles of 8. Beside the kernel before it the router must not follow itself."""
+    """1 to 1024 rows in the form that a layer takes, lists for tiles of 8; few rows also in parts. A router beside the kernel before it
+    must not follow itself: here it waits for it, as any launch does."""
     return [
-        Case("moe_route", f"{n} rows", functools.partial(_setup, n), op.bytes_moved(K26, n), 2 * n * 384 * 7168)
+        Case("moe_route", f"{n} rows, {form}", functools.partial(_setup, n, form), op.bytes_moved(K26, n), 2 * n * 384 * 7168)
         for n in (1, 9, 16, 33, 65, 128, 512, 1024)
+        for form in dict.fromkeys((op.best_form(n), "parts"))
     ]
