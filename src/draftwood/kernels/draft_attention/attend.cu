@@ -56,12 +56,7 @@ __device__ __forceinline__ void merge(float& M, float& L, float m, float l, floa
 }
 __device__ __forceinline__ float merged(float O, float a, float o, float b) { return fma_rn(O, a, mul_rn(o, b)); }
 
-__device__ __forceinline__ int context_of(const long long* lengths, int row, int capacity) {
-  const long long length = load_long(lengths + row);
-  return length < capacity ? (int)length : capacity;
-}
 __device__ __forceinline__ int chunks_of(int context) { return context ? (context + CHUNK - 1) / CHUNK : 1; }
-
 
 // What a group of warps reads.
 struct Keys {
@@ -209,11 +204,13 @@ draft_attend(const bf16* qkv, const bf16* ring_k, const bf16* ring_v, const long
   const int kv = blockIdx.y / groups, row = blockIdx.z, m00 = blockIdx.y % groups * QUERIES, m0 = m00 + warp * 16;
   pdl_wait();
   pdl_go();
-  if (rows && row >= load_int(rows)) return;     // the same in every block of a cluster
-  const int context = context_of(lengths, row, capacity), live = chunks_of(context);
+  const int count = rows ? load_int(rows) : row + 1;                           // these travel together
+  const long long length = load_long(lengths + row), id = load_long(ids + row);
+  if (row >= count) return;                      // the same in every block of a cluster
+  const int context = length < capacity ? (int)length : capacity, live = chunks_of(context);
   const int heads = (share + 2) * kv_heads, q_heads = share * kv_heads;
   const bf16* own = qkv + (long long)row * block * heads * D;
-  const long long ring = load_long(ids + row) * capacity * kv_heads * D + kv * D;
+  const long long ring = id * capacity * kv_heads * D + kv * D;
   const Keys keys = {ring_k + ring, ring_v + ring, own + (q_heads + kv) * D, own + (q_heads + kv_heads + kv) * D,
                      kv_heads * D, heads * D, context, block};
   constexpr int STEP = CLUSTER * GROUPS;
