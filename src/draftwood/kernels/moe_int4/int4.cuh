@@ -32,23 +32,30 @@ __device__ __forceinline__ u32 multiply_bf16(u32 a, u32 b) {
   asm("mul.rn.bf16x2 %0,%1,%2;" : "=r"(o) : "r"(a), "r"(b));
   return o;
 }
-// The low (high) half of v in both halves.
-__device__ __forceinline__ u32 low_twice(u32 v) { return __byte_perm(v, v, 0x1010); }
-__device__ __forceinline__ u32 high_twice(u32 v) { return __byte_perm(v, v, 0x3232); }
+// The low (high) half of v in both halves: no instruction where a product reads it (HFMA2 has .H0_H0; a byte_perm would stay).
+__device__ __forceinline__ u32 low_twice(u32 v) {
+  u32 o;
+  asm("{ .reg .b16 l,h; mov.b32 {l,h},%1; mov.b32 %0,{l,l}; }" : "=r"(o) : "r"(v));
+  return o;
+}
+__device__ __forceinline__ u32 high_twice(u32 v) {
+  u32 o;
+  asm("{ .reg .b16 l,h; mov.b32 {l,h},%1; mov.b32 %0,{h,h}; }" : "=r"(o) : "r"(v));
+  return o;
+}
 #endif
 
-// What the codes of a row are multiplied by: in bits 0..3 (rows 0..7 of a tile), in bits 4..7 (rows 8..15), and what is added.
-struct Factors { u32 upper, upper_zero, lower, lower_zero; };
-constexpr u32 BF16_2_127 = 0x7f007f00u, BF16_2_123 = 0x7d007d00u, BF16_MINUS_2_M3 = 0xbe00be00u;
-constexpr u32 BF16_2_117 = 0x7a007a00u, BF16_2_113 = 0x78007800u, BF16_MINUS_2_M13 = 0xb900b900u;
+// What the codes of a row are multiplied by, and what is added: for rows 0..7 of a tile, whose codes are in bits 0..3, in the low
+// half, for rows 8..15 (bits 4..7) in the high half.
+struct Factors { u32 factor, zero; };
+constexpr u32 BF16_2_127_2_123 = 0x7d007f00u, BF16_MINUS_2_M3 = 0xbe00be00u;
+constexpr u32 BF16_2_117_2_113 = 0x78007a00u, BF16_MINUS_2_M13 = 0xb900b900u;
 
 // (code - 8) / 64
-__device__ __forceinline__ Factors whole_factors() { return {BF16_2_127, BF16_MINUS_2_M3, BF16_2_123, BF16_MINUS_2_M3}; }
+__device__ __forceinline__ Factors whole_factors() { return {BF16_2_127_2_123, BF16_MINUS_2_M3}; }
 // (code - 8) * scale / 65536; scales: of the upper rows in the low half, of the lower rows in the high half
 __device__ __forceinline__ Factors scaled_factors(u32 scales) {
-  const u32 upper = low_twice(scales), lower = high_twice(scales);
-  return {multiply_bf16(upper, BF16_2_117), multiply_bf16(upper, BF16_MINUS_2_M13),
-          multiply_bf16(lower, BF16_2_113), multiply_bf16(lower, BF16_MINUS_2_M13)};
+  return {multiply_bf16(scales, BF16_2_117_2_113), multiply_bf16(scales, BF16_MINUS_2_M13)};
 }
 #ifdef SCALED
 constexpr float FINISH = 65536.f;
@@ -60,8 +67,10 @@ __device__ __forceinline__ float finish(float sum) { return sum * FINISH; }
 // One word -> one A fragment: register p holds nibbles p and p + 4; even ones are of upper rows.
 __device__ __forceinline__ void int4_weights(u32 (&a)[4], u32 v, const Factors& f) {
   const u32 later = v >> 8;
-  a[0] = fma_bf16(v & 0x000f000fu, f.upper, f.upper_zero);
-  a[1] = fma_bf16(v & 0x00f000f0u, f.lower, f.lower_zero);
-  a[2] = fma_bf16(later & 0x000f000fu, f.upper, f.upper_zero);
-  a[3] = fma_bf16(later & 0x00f000f0u, f.lower, f.lower_zero);
+  const u32 upper = low_twice(f.factor), upper_zero = low_twice(f.zero);
+  const u32 lower = high_twice(f.factor), lower_zero = high_twice(f.zero);
+  a[0] = fma_bf16(v & 0x000f000fu, upper, upper_zero);
+  a[1] = fma_bf16(v & 0x00f000f0u, lower, lower_zero);
+  a[2] = fma_bf16(later & 0x000f000fu, upper, upper_zero);
+  a[3] = fma_bf16(later & 0x00f000f0u, lower, lower_zero);
 }
