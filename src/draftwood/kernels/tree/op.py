@@ -25,8 +25,8 @@ _THREADS = {"pick": 512, "merge": 512, "rank_children": 256, "grow": 128, "flatt
 _GROW_TABLE_THREADS = 512
 _BLOCK_COST = 4.0
 """What a block of `pick` costs beyond its segments, in segments: until it has a good bound, many tokens come into its list."""
-_NOISE_COST = 1.6
-"""What a segment costs whose noise is found for every token, beside one where little of it is."""
+_NOISE_COST, _MERGE_COST = 1.6, 1.0
+"""In segments where little noise is found: one whose noise is found for every token; the launch that merges blocks' results."""
 _GROW_HELD = 16
 """Children of a node that growth with a table has at hand; more of them take another form (SPECIAL in grow.cu)."""
 _GROW_SHARED = (25_088, 89_088)
@@ -182,8 +182,7 @@ def candidates(
         return buffers.found
     found, arg, device = buffers.found, np.int32, logits.device.index or 0
     segments = -(-v // SEGMENT)
-    longest = _NOISE_COST if seeds is not None and 0 < norms < d else 1.0
-    parts, live = shares(segments, r * d, slots(logits.device), _BLOCK_COST, longest), _NULL if rows is None else rows
+    parts, live = blocks_of_a_list(segments, r, d, norms, seeds is not None, slots(logits.device)), _NULL if rows is None else rows
     _kernel("pick", int(logits.dtype == torch.float32), device)(
         (parts, r, d), _THREADS["pick"],
         (logits, np.int64(logits.stride(0)), np.int64(logits.stride(1)), temperature, given.beta,
@@ -207,17 +206,26 @@ def slots(device: torch.device) -> int:
     return 2 * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132)
 
 
+def blocks_of_a_list(segments: int, rows: int, depth: int, norms: int, noisy: bool, at_once: int) -> int:
+    """How many blocks of `pick` share a list of logits, of which `norms` of each row's `depth` need all their noise."""
+    usual, longest = (_NOISE_COST if noisy and norms >= least else 1.0 for least in (depth, 1))
+    return shares(segments, rows * depth, at_once, _BLOCK_COST, usual, longest, _MERGE_COST)
+
+
 @functools.cache
-def shares(segments: int, lists: int, at_once: int, block_cost: float, longest: float = 1.0) -> int:
+def shares(
+    segments: int, lists: int, at_once: int, block_cost: float, usual: float = 1.0, longest: float = 1.0, merge_cost: float = 0.0
+) -> int:
     """How many blocks share the segments of each of so many lists of logits, of which `at_once` run at a time.
 
-    A block costs `block_cost` segments beyond its own. A few rounds of blocks end together; many blur. longest: what a segment of
-    a few lists costs, which begin first.
+    A block costs `block_cost` beyond its segments, and several of a list `merge_cost` in all. A few rounds of blocks end together;
+    many blur. usual, longest: what a segment costs, and one of the few lists that take longest, which begin first.
     """
 
     def cost(blocks: int) -> float:
         rounds, each = blocks * lists / at_once, -(-segments // blocks)
-        return max((math.ceil(rounds) if rounds <= 3 else rounds) * (each + block_cost), longest * each + block_cost)
+        alike = (math.ceil(rounds) if rounds <= 3 else rounds) * (usual * each + block_cost)
+        return max(alike, longest * each + block_cost) + merge_cost * (blocks > 1)
 
     return min(sorted({-(-segments // most) for most in range(1, segments + 1)}), key=cost)
 
