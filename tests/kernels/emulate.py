@@ -1,9 +1,11 @@
 """Runs a kernel's CUDA source on the CPU (kernels/emulation.h): `Emulated` stands in for jit.Kernel on CPU tensors."""
 
+import atexit
 import ctypes
 import functools
 import hashlib
 import itertools
+import os
 import shutil
 import subprocess
 import tempfile
@@ -21,11 +23,26 @@ from draftwood.kernels.linear import plan
 
 COMPILER = shutil.which("g++")
 _FOLDER = tempfile.TemporaryDirectory(prefix="draftwood-emulated-")
+_SHARED = Path(tempfile.gettempdir()) / f"draftwood-emulated-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+"""Libraries of all workers of a test run: a build takes 1.5 s, and a run has a hundred."""
+atexit.register(shutil.rmtree, _SHARED, ignore_errors=True)
 
 
 @functools.cache
 def _library(file: Path, entry: str, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    name = hashlib.sha256(repr((file, entry, macros)).encode()).hexdigest()[:16]
+    name = hashlib.sha256(repr((jit._with_headers(file), entry, macros)).encode()).hexdigest()[:16]
+    shared = _SHARED / f"{name}.so"
+    try:
+        library = ctypes.CDLL(str(shared))
+    except OSError:  # not built yet, or gone with the worker that ended first
+        library = ctypes.CDLL(str(_build(name, file, entry, macros, shared)))
+    library.emulate.restype = ctypes.c_char_p
+    library.argument_sizes.restype = ctypes.POINTER(ctypes.c_int)
+    return library
+
+
+def _build(name: str, file: Path, entry: str, macros: tuple[tuple[str, str], ...], shared: Path) -> Path:
+    """Compile, and leave a copy for the other workers: renamed, so that they see all of it or nothing."""
     base = Path(_FOLDER.name) / name
     base.with_suffix(".cpp").write_text(
         f'#include "{file}"\n'
@@ -41,10 +58,10 @@ def _library(file: Path, entry: str, macros: tuple[tuple[str, str], ...]) -> cty
     defines = [f"-D{k}={v}" for k, v in (*macros, ("EMULATION", "1"))]
     command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *defines, "-o", f"{base}.so", f"{base}.cpp"]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    library = ctypes.CDLL(f"{base}.so")
-    library.emulate.restype = ctypes.c_char_p
-    library.argument_sizes.restype = ctypes.POINTER(ctypes.c_int)
-    return library
+    shared.parent.mkdir(exist_ok=True)
+    aside = shutil.copy(f"{base}.so", shared.with_suffix(f".{os.getpid()}"))
+    os.replace(aside, shared)
+    return base.with_suffix(".so")
 
 
 def _size(value: Any) -> int:
