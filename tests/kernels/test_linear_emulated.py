@@ -4,6 +4,7 @@ An emulated sum inside an mma is exact and rounded once, so bits are not a GPU's
 as well, so independence of rows, kernels and company is tested as on a GPU.
 """
 
+import dataclasses
 
 import pytest
 import torch
@@ -82,22 +83,50 @@ def test_warp_groups_give_the_same_bits_and_read_no_rows_beyond_the_count(
 @pytest.mark.parametrize(
     ("name", "early"),
     [(name, False) for name in ("eight in a cluster of four", "heads of two segments", "tail", "odd tiles", "swiglu", "tiny")]
-    + [("eight in a cluster of four", True), ("swiglu, a tail", True)],
+    + [("eight in a cluster of four", True), ("heads", True), ("swiglu, a tail", True)],
 )
-def test_forms_for_many_rows_give_the_same_bits_and_read_no_rows_beyond_the_count(
+def test_fed_forms_give_the_same_bits_and_read_no_rows_beyond_the_count(
     name: str, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if early:
-        monkeypatch.setenv("EMULATED_EARLY", "1")
     shape = SHAPES[name]
     x, weight, _ = _make(shape, 41)
     want = op.linear(x, weight)
-    x[39:] = float("nan")
-    for tiles, groups, together in ((3, 1, 1), (5, 2, 2)) if not early else ((3, 2, 3),):
-        form = plan._many_form(shape, tiles, groups, together, 4)
-        out = torch.full_like(want, 7)
-        op.linear(x, weight, out, rows=torch.tensor([39], dtype=torch.int32), form=form)
-        assert torch.equal(out[:39], want[:39]) and bool((out[39:] == 7).all()), form
+    if early:
+        monkeypatch.setenv("EMULATED_EARLY", "1")
+    for knobs in ((3, 1, 1, 1, 1), (5, 2, 1, 2, 0)) if not early else ((2, 1, 2, 2, 1), (3, 2, 2, 1, 0), (9, 2, 1, 1, 0)):
+        form = plan._fed_form(shape, *knobs)
+        for live in (39, 11):
+            poisoned, out = x.clone(), torch.full_like(want, 7)
+            poisoned[live:] = float("nan")
+            op.linear(poisoned, weight, out, rows=torch.tensor([live], dtype=torch.int32), form=form)
+            assert torch.equal(out[:live], want[:live]) and bool((out[live:] == 7).all()), (form, live)
+
+
+@emulated
+def test_fed_blocks_take_one_tile_after_another_and_skip_those_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "H200", dataclasses.replace(plan.H200, parts=(4,)))  # a multiprocessor for each block of a cluster
+    for name in ("odd tiles", "heads of two segments"):
+        x, weight, _ = _make(SHAPES[name], 41)
+        want = op.linear(x, weight)
+        for arranged in (0, 1):
+            form = plan._fed_form(SHAPES[name], 1, 1, 2, 2, arranged)
+            assert form.grid(SHAPES[name], 41) == (4, 1, 1)
+            for live in (0, 20, 41):
+                out = torch.full_like(want, 7)
+                op.linear(x, weight, out, rows=torch.tensor([live], dtype=torch.int32), form=form)
+                assert torch.equal(out[:live], want[:live]) and bool((out[live:] == 7).all()), (name, arranged, live)
+
+
+@emulated
+def test_fed_forms_add_a_residual_and_leave_results_on_odd_places_to_others() -> None:
+    x, weight, _ = _make(SHAPES["odd tiles"], 41)
+    want, residual = op.linear(x, weight), torch.randn(41, 240).to(BF16)
+    for arranged in (0, 1):
+        form = plan._fed_form(SHAPES["odd tiles"], 3, 2, 1, 1, arranged)
+        assert torch.equal(op.linear(x, weight, residual=residual, form=form), want + residual)
+        assert torch.equal(op.linear(x, weight, dtype=torch.float32, form=form).to(BF16), want)
+        out = torch.zeros(41, 242, dtype=BF16)
+        assert torch.equal(op.linear(x, weight, out[:, 2:], form=form), want)
 
 
 @emulated

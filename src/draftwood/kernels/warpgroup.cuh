@@ -108,6 +108,22 @@ __device__ __forceinline__ u64 columns(u32 b) { return (u64)(b >> 4 & 0x3fffu) |
 #define WG_S14 WG_S13 ",%52,%53,%54,%55"
 #define WG_S15 WG_S14 ",%56,%57,%58,%59"
 #define WG_S16 WG_S15 ",%60,%61,%62,%63"
+#define WG_S17 WG_S16 ",%64,%65,%66,%67"
+#define WG_S18 WG_S17 ",%68,%69,%70,%71"
+#define WG_S19 WG_S18 ",%72,%73,%74,%75"
+#define WG_S20 WG_S19 ",%76,%77,%78,%79"
+#define WG_S21 WG_S20 ",%80,%81,%82,%83"
+#define WG_S22 WG_S21 ",%84,%85,%86,%87"
+#define WG_S23 WG_S22 ",%88,%89,%90,%91"
+#define WG_S24 WG_S23 ",%92,%93,%94,%95"
+#define WG_S25 WG_S24 ",%96,%97,%98,%99"
+#define WG_S26 WG_S25 ",%100,%101,%102,%103"
+#define WG_S27 WG_S26 ",%104,%105,%106,%107"
+#define WG_S28 WG_S27 ",%108,%109,%110,%111"
+#define WG_S29 WG_S28 ",%112,%113,%114,%115"
+#define WG_S30 WG_S29 ",%116,%117,%118,%119"
+#define WG_S31 WG_S30 ",%120,%121,%122,%123"
+#define WG_S32 WG_S31 ",%124,%125,%126,%127"
 #define WG_D(t) "+f"(d[t][0]), "+f"(d[t][1]), "+f"(d[t][2]), "+f"(d[t][3])
 #define WG_D1 WG_D(0)
 #define WG_D2 WG_D1, WG_D(1)
@@ -125,6 +141,22 @@ __device__ __forceinline__ u64 columns(u32 b) { return (u64)(b >> 4 & 0x3fffu) |
 #define WG_D14 WG_D13, WG_D(13)
 #define WG_D15 WG_D14, WG_D(14)
 #define WG_D16 WG_D15, WG_D(15)
+#define WG_D17 WG_D16, WG_D(16)
+#define WG_D18 WG_D17, WG_D(17)
+#define WG_D19 WG_D18, WG_D(18)
+#define WG_D20 WG_D19, WG_D(19)
+#define WG_D21 WG_D20, WG_D(20)
+#define WG_D22 WG_D21, WG_D(21)
+#define WG_D23 WG_D22, WG_D(22)
+#define WG_D24 WG_D23, WG_D(23)
+#define WG_D25 WG_D24, WG_D(24)
+#define WG_D26 WG_D25, WG_D(25)
+#define WG_D27 WG_D26, WG_D(26)
+#define WG_D28 WG_D27, WG_D(27)
+#define WG_D29 WG_D28, WG_D(28)
+#define WG_D30 WG_D29, WG_D(29)
+#define WG_D31 WG_D30, WG_D(30)
+#define WG_D32 WG_D31, WG_D(31)
 
 template <int T> __device__ __forceinline__ void warpgroup_mma(float (&d)[T][4], const u32 (&a)[4], u32 b);
 #define WARPGROUP_MMA(T, N, A0, A1, A2, A3, B)                                                                      \
@@ -149,4 +181,9 @@ WARPGROUP_MMA(13, 104, 52, 53, 54, 55, 56)
 WARPGROUP_MMA(14, 112, 56, 57, 58, 59, 60)
 WARPGROUP_MMA(15, 120, 60, 61, 62, 63, 64)
 WARPGROUP_MMA(16, 128, 64, 65, 66, 67, 68)
+WARPGROUP_MMA(18, 144, 72, 73, 74, 75, 76)
+WARPGROUP_MMA(20, 160, 80, 81, 82, 83, 84)
+WARPGROUP_MMA(22, 176, 88, 89, 90, 91, 92)
+WARPGROUP_MMA(24, 192, 96, 97, 98, 99, 100)
+WARPGROUP_MMA(32, 256, 128, 129, 130, 131, 132)
 #endif  // EMULATION

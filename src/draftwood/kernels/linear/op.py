@@ -16,7 +16,10 @@ from draftwood.kernels.linear import plan, ref
 from draftwood.kernels.linear.plan import Form, Shape
 
 _FOLDER = Path(__file__).parent
-_FILES = {"linear_stream": "stream.cu", "linear_wide": "wide.cu", "linear_gmma": "gmma.cu", "linear_many": "many.cu"}
+_FILES = {
+    "linear_stream": "stream.cu", "linear_wide": "wide.cu", "linear_gmma": "gmma.cu", "linear_fed": "fed.cu",
+    "linear_arrange": "arrange.cu",
+}  # fmt: skip
 _NULL = np.uint64(0)
 
 
@@ -122,6 +125,8 @@ def linear(
         return out
     device = x.device.index
     chosen = plan.form_for(shape, n, _machine_of(device)) if form is None else form
+    if (fed := chosen.entry == "linear_fed") and not _stores_four(out, residual):
+        chosen, fed = plan.unfed(shape), False
     streams = chosen.entry == "linear_stream"
     if norm is not None:
         _check_norm(norm[0], shape, streams)
@@ -130,15 +135,32 @@ def linear(
     kernel = _kernel(chosen, device)
     heads = x.dim() == 3
     tail = (_NULL, np.float32(0)) if norm is None else (norm[0], np.float32(norm[1]))
+    given, strides = x, (x.stride(0), x.stride(1) if heads else 0)
+    if fed and (tokens := plan.arranged_tokens(chosen, n)):
+        given, strides = _arranged(x, shape, tokens, rows, device), (tokens, 0)
     kernel(
         chosen.grid(shape, n), chosen.threads,
-        (weight.data, x, out, _NULL if residual is None else residual, _NULL if rows is None else rows,
+        (weight.data, given, out, _NULL if residual is None else residual, _NULL if rows is None else rows,
          np.int32(n), np.int32(shape.outputs), np.int32(shape.inputs), np.int32(chosen.groups(shape)),
-         np.int64(x.stride(0)), np.int64(x.stride(1) if heads else 0), np.int64(out.stride(0)),
-         np.int64(out.stride(1) if heads else 0), np.int32(out.dtype == torch.float32), *(tail if streams else ())),
+         np.int64(strides[0]), np.int64(strides[1]), np.int64(out.stride(0)),
+         np.int64(out.stride(1) if heads else 0), np.int32(out.dtype == torch.float32),
+         *(tail if streams else (np.int32(shape.heads),) * fed)),
         chosen.shared, pdl=True,
     )  # fmt: skip
     return out
+
+
+def _arranged(x: Tensor, shape: Shape, tokens: int, rows: Tensor | None, device: int) -> Tensor:
+    """x as the copy engine brings it to where the tensor cores read it (arrange.cu), with room for `tokens`."""
+    made = torch.empty(shape.heads * shape.steps * tokens * 64, dtype=torch.bfloat16, device=x.device)
+    form, n = plan.ARRANGE, x.shape[0]
+    _kernel(form, device)(
+        (-(-n // form.tokens), -(-shape.inputs // form.rows), shape.heads), form.threads,
+        (x, made, _NULL if rows is None else rows, np.int32(n), np.int32(shape.inputs), np.int32(tokens),
+         np.int64(x.stride(0)), np.int64(x.stride(1) if x.dim() == 3 else 0)),
+        0, pdl=True,
+    )  # fmt: skip
+    return made
 
 
 def _check(x: Tensor, shape: Shape, out: Tensor, wanted: tuple[int, ...], residual: Tensor | None, rows: Tensor | None) -> None:
@@ -161,6 +183,11 @@ def _check(x: Tensor, shape: Shape, out: Tensor, wanted: tuple[int, ...], residu
         raise ValueError(f"rows must be one int32 on the device; it is {rows.dtype} {tuple(rows.shape)}")
     if any(t is not None and t.device != x.device for t in (out, residual, rows)):
         raise ValueError("x, out, residual and rows must be on one device")
+
+
+def _stores_four(out: Tensor, residual: Tensor | None) -> bool:
+    """Whether four results of a row may be stored at once, as fed forms do."""
+    return all(t.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in t.stride()[:-1]) for t in (out, residual) if t is not None)
 
 
 def _check_norm(weight: Tensor, shape: Shape, streams: bool) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from dataclasses import dataclass
 
 from draftwood.kernels.linear.tuned import TUNED
@@ -24,7 +23,7 @@ GMMA_WARPS = {1: 32, 2: 28, 3: 28, 5: 24, 9: 20, 12: 16, 16: 16}
 MAX_ROWS = max(TILES) * 8
 MANY = 8
 """Passes that a wide form for more rows is made for: a prompt's chunk."""
-CLASSES = (*(8 * tiles for tiles in TILES), 144, 192, 256, 288, 384, 512, 576, 768, 1024)
+CLASSES = (*(8 * tiles for tiles in TILES), 144, 192, 256, 288, 384, 512, 576, 768, 1024, 1152)
 """Numbers of rows that an H200 has forms for: the form of the next larger one runs, the last one's everything beyond."""
 RESERVED = 1024
 """Bytes of shared memory that the driver keeps for itself in every block."""
@@ -93,10 +92,12 @@ class Form:
     cluster: int
 
     def grid(self, shape: Shape, n: int) -> tuple[int, int, int]:
-        """Blocks: (cluster along K, groups of tokens, heads x groups of rows); clusters of linear_many lie along the tokens."""
+        """Blocks: (cluster along K, groups of tokens, heads x groups of rows); of linear_fed, as many as run at once."""
         groups = -(-n // self.tokens)
-        if self.entry == "linear_many":
-            return -(-groups // self.cluster) * self.cluster, 1, shape.heads * self.groups(shape)
+        if self.entry == "linear_fed":  # its blocks stay and take one tile after another
+            macros = dict(self.macros)
+            wide, high = -(-groups // macros["ALONG"]), -(-self.groups(shape) // macros["ACROSS"])
+            return min(wide * high * shape.heads * self.cluster, H200.slots(1, self.cluster)), 1, 1
         return self.cluster, groups, shape.heads * self.groups(shape)
 
     def groups(self, shape: Shape) -> int:
@@ -269,57 +270,73 @@ def gmma_forms(shape: Shape, tiles: int, passes: int = 1) -> tuple[Form, ...]:
     return tuple(found.values())[:GMMA_FORMS]
 
 
-MANY_TILES = (3, 4, 5, 6, 8, 9, 12, 16)
-"""8-row tiles of x of a block of the kernel for many rows."""
-MANY_FORMS = 5
+FED_TILES = {False: (8, 9, 12, 16, 18, 20, 22), True: (8, 9, 12, 16, 18, 20, 22, 24, 32)}
+"""8-row tiles of x of a block of the fed kernel; more of them fit into registers where K is one segment (True)."""
+FED_FORMS = 4
 """Its forms that are worth measuring for a shape and a number of rows."""
-_L2 = 30
-"""Bytes a clock that L2 was seen to give each multiprocessor of an H200."""
+_PORT = 64
+"""Bytes a clock that reach a multiprocessor of an H200 from L2, what others' copies bring it included."""
+_L2 = 58
+"""Bytes a clock that each multiprocessor of an H200 may ask of L2: o asked for 60 where nothing was shared, and lost 4 %."""
+_SHARED = {(1, 1): 1.0, (2, 1): 0.98, (4, 1): 0.96, (1, 2): 1.05, (2, 2): 0.97}
+"""What sharing weights along the tokens and tokens across the rows was seen to do beyond what is counted: o at 512 and 576 rows."""
 
 
-def _many_form(shape: Shape, tiles: int, groups: int, together: int, depth: int) -> Form:
-    x_depth, sums = _x_depth(tiles, groups), tiles * 8 * (groups * 64 + 4) * 4
-    macros = _macros(shape, SEGMENTS=segments(shape), TILES=tiles, GROUPS=groups, TOGETHER=together, DEPTH=depth, XDEPTH=x_depth)
-    shared = (x_depth + 2) * tiles * 1024 + depth * (groups * 8192 + 16)
-    return Form("linear_many", macros, 128 * groups, max(shared, sums), 64 * groups, 8 * tiles, together)
+def _fed_form(shape: Shape, tiles: int, groups: int, along: int, across: int, arranged: int) -> Form:
+    slot = tiles * 1024 + groups * 8192 + 16
+    depth = min(8, H200.block // slot)
+    cut = {"SEGMENTS": segments(shape), "TILES": tiles, "GROUPS": groups}
+    macros = _macros(shape, **cut, ALONG=along, ACROSS=across, DEPTH=depth, ARRANGED=arranged)
+    return Form("linear_fed", macros, 128 * (groups + 1), depth * slot, 64 * groups, 8 * tiles, along * across)
 
 
-def _x_depth(tiles: int, groups: int) -> int:
-    """Steps of x on their way: more where a step is short."""
-    return 4 if tiles <= 9 else 3 if groups < 4 else 2
+ARRANGE = Form("linear_arrange", (), 256, 0, 1024, 8, 1)
+"""What puts x in order for the fed kernel: a block takes so many values (rows here) of so many tokens."""
 
 
-def _many_depths(tiles: int, groups: int) -> list[int]:
-    """Rings of weights: as deep as shared memory holds, and as half of it does, for small ones, so that the next kernel's begins to
-    be filled while this one ends."""
-    x = (_x_depth(tiles, groups) + 2) * tiles * 1024
-    whole, half = ((room - x) // (groups * 8192 + 16) for room in (H200.block, H200.total // 2 - RESERVED))
-    return [min(8, whole)] + ([half] if 4 <= half < 8 and groups <= 2 and tiles <= 9 else [])
+def arranged_tokens(form: Form, n: int) -> int:
+    """Return for how many tokens a fed form wants x in order, of n rows; 0 if it takes rows."""
+    macros = dict(form.macros)
+    whole = form.tokens * macros["ALONG"]
+    return -(-n // whole) * whole * macros["ARRANGED"]
 
 
-def _many_clocks(shape: Shape, n: int, form: Form) -> float:
-    """Clocks of an H200 for n rows of x by the busiest of tensor cores, L2, shared memory and the memory."""
-    tiles, groups = form.tokens // 8, form.rows // 64
+def _fed_clocks(shape: Shape, n: int, form: Form) -> float:
+    """Clocks of an H200 for n rows of x: in each round of tiles a step takes what the busiest of tensor cores and L2 needs, and x
+    as rows 110 clocks for 8 tokens."""
+    m = dict(form.macros)
+    tiles, groups = m["TILES"], m["GROUPS"]
     w, x = groups * 8192, tiles * 1024
-    step = max(16 * tiles * groups, (w / form.cluster + x) / _L2, (2 * w + (1 + groups) * x) / 128, 250) + 50
-    blocks, slots = math.prod(form.grid(shape, n)), H200.slots(1, form.cluster)
-    whole = max(-(-blocks // slots) * shape.steps * step, shape.nbytes / 2450)
-    return whole + 3000 + form.rows * form.tokens / 8
+    step = max(16 * tiles * groups, (w + x) / _PORT, (w / m["ALONG"] + x / m["ACROSS"]) / _L2)
+    step *= _SHARED[m["ALONG"], m["ACROSS"]]
+    if not m["ARRANGED"]:
+        step = max(step, 300 + 110 * tiles)
+    wide, high = -(-n // (form.tokens * m["ALONG"])), -(-form.groups(shape) // m["ACROSS"])
+    rounds = -(-wide * high * shape.heads * form.cluster // H200.slots(1, form.cluster))
+    x_bytes = n * shape.inputs * shape.heads * 2
+    moved = shape.nbytes + x_bytes + n * shape.outputs * shape.heads * 2
+    work = max(rounds * (shape.steps * step + 1500), moved / 2450)
+    return work + 6000 + m["ARRANGED"] * (3000 + 2 * x_bytes / 3000)
 
 
 @functools.cache
-def many_forms(shape: Shape, n: int) -> tuple[Form, ...]:
-    """Return forms of the kernel for many rows for n rows of x on an H200, the cheapest first."""
+def fed_forms(shape: Shape, n: int) -> tuple[Form, ...]:
+    """Return forms of the fed kernel for n rows of x on an H200, the cheapest first."""
     fits = []
-    for tiles, groups in itertools.product(MANY_TILES, (1, 2, 3, 4)):
-        passes = -(-n // (8 * tiles))
-        registers = tiles * 4 * (1 + (segments(shape) > 1)) + 70
-        if registers > (255, 255, 168, 134)[groups - 1] or (shape.heads > 1 and 64 * groups > shape.outputs + 63):
-            continue
-        for together in (1, 2, 3, 4):
-            if together <= passes and -(-passes // together) * together <= passes * 1.2:
-                fits += [_many_form(shape, tiles, groups, together, depth) for depth in _many_depths(tiles, groups)]
-    return tuple(sorted(fits, key=lambda form: round(_many_clocks(shape, n, form), -2)))
+    single = segments(shape) == 1
+    for tiles, groups, arranged in itertools.product(FED_TILES[single], (1, 2), (1, 0)):
+        passes, blocks = -(-n // (8 * tiles)), -(-shape.outputs // (64 * groups))
+        if not arranged and (tiles > 20 or shape.heads == 1):
+            continue  # only heads have so much x for so few rows of weights that it should not be copied first
+        for along, across in _SHARED:
+            if along <= passes and across <= blocks:
+                fits.append(_fed_form(shape, tiles, groups, along, across, arranged))
+    return tuple(sorted(fits, key=lambda form: round(_fed_clocks(shape, n, form), -2)))
+
+
+def unfed(shape: Shape) -> Form:
+    """Return a form of an H200 for any number of rows whose results need no more than the place of a pair."""
+    return computed(shape, MAX_ROWS)[0]
 
 
 def _tail(shape: Shape) -> int:
@@ -339,8 +356,8 @@ def forms_for(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]
 
 
 def _made(shape: Shape, n: int, kernel: str, *knobs: int) -> Form:
-    if kernel == "many":
-        return _many_form(shape, *knobs)
+    if kernel == "fed":
+        return _fed_form(shape, *knobs)
     return (_gmma_form if kernel == "gmma" else _wide_form)(shape, _split(n)[0], *knobs)
 
 
@@ -348,6 +365,8 @@ def computed(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]:
     """Return `forms_for` by counting alone, whatever was measured."""
     if n <= STREAM_ROWS:
         return (stream_form(shape, machine),)
+    if machine == H200 and n > MAX_ROWS:
+        return fed_forms(shape, row_class(n))[:FED_FORMS]
     tiles, passes = _split(n, machine)
     if machine == H200 and tiles >= GMMA_TILES:
         return gmma_forms(shape, tiles, passes)
@@ -355,7 +374,7 @@ def computed(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]:
 
 
 _STAGED = ("BLOCK", "DEPTH", "XSTEPS")
-KNOBS = {"wide": _STAGED, "gmma": _STAGED, "many": ("TILES", "GROUPS", "TOGETHER", "DEPTH")}
+KNOBS = {"wide": _STAGED, "gmma": _STAGED, "fed": ("TILES", "GROUPS", "ALONG", "ACROSS", "ARRANGED")}
 """Macros that TUNED gives for a kernel, in its order."""
 
 
@@ -383,8 +402,8 @@ def _split(n: int, machine: Machine = H200) -> tuple[int, int]:
 def candidates(shape: Shape, n: int) -> tuple[Form, ...]:
     """Return what a sweep of an H200 measures for `n` rows of x, the form in use first: that one, the cheapest by counting and
     those of the warp-group kernels."""
-    many = many_forms(shape, row_class(n))[:MANY_FORMS] if n > MAX_ROWS else ()
-    return tuple(dict.fromkeys((*forms_for(shape, n)[:1], *gmma_forms(shape, *_split(n))[:GMMA_FORMS], *many)))
+    fed = fed_forms(shape, row_class(n))[:FED_FORMS] if n > 64 else ()
+    return tuple(dict.fromkeys((*forms_for(shape, n)[:1], *gmma_forms(shape, *_split(n))[:GMMA_FORMS], *fed)))
 
 
 def form_for(shape: Shape, n: int, machine: Machine = H200) -> Form:
@@ -453,5 +472,8 @@ def all_forms(machine: Machine) -> list[Form]:
         for world in (1, 2, 4, 8):
             for shape in shapes(world).values():
                 for rows in (STREAM_ROWS, *CLASSES):
-                    forms[form_for(shape, rows, machine)] = None
+                    form = form_for(shape, rows, machine)
+                    forms[form] = None
+                    if form.entry == "linear_fed":
+                        forms |= {ARRANGE: None, unfed(shape): None}
     return list(forms)

@@ -149,12 +149,18 @@ def test_every_form_sums_the_segments_of_its_shape() -> None:
         for machine, n in itertools.product((plan.H200, plan.B300, plan.PRO_6000), (1, 8, 9, 33, 65, 128, 300, 1024)):
             for form in plan.forms_for(shape, n, machine) + (plan.candidates(shape, n) if machine == plan.H200 else ()):
                 macros = dict(form.macros)
-                assert (macros["SEGMENTS"] if form.entry == "linear_many" else macros["CLUSTER"] * macros.get("KWARPS", 1)) == s
+                fed = form.entry == "linear_fed"
+                assert (macros["SEGMENTS"] if fed else macros["CLUSTER"] * macros.get("KWARPS", 1)) == s
                 assert form.shared <= machine.block
                 grid = form.grid(shape, n)
                 assert grid[1] < 65536 and grid[2] < 65536
                 assert form.groups(shape) * form.rows >= shape.outputs
-                assert grid[0 if form.entry == "linear_many" else 1] * form.tokens >= n
+                if fed:
+                    assert 0 < grid[0] <= machine.slots(1, form.cluster) and grid[0] % form.cluster == 0
+                    assert plan.arranged_tokens(form, n) in (0, *range(n, n + form.tokens * macros["ALONG"]))
+                    assert macros["DEPTH"] >= 4
+                else:
+                    assert grid[1] * form.tokens >= n
 
 
 def test_wide_blocks_load_the_multiprocessors_of_an_h200_evenly() -> None:
@@ -222,6 +228,24 @@ def test_warp_group_forms_stay_within_limits(name: str, n: int) -> None:
         resident = plan.GMMA_WARPS[form.tokens // 8] // (form.threads // 32)
         variant = Variant(op.source(form), form.threads, form.shared, max(resident, 1), archs=("sm_90a",))
         check.check("linear", variant, "sm_90a")
+
+
+@pytest.mark.parametrize(("name", "n"), [("o", 1024), ("gate_up", 576), ("q_a", 288), ("w_uv whole", 576), ("dense gate_up", 512)])
+def test_fed_forms_stay_within_limits(name: str, n: int) -> None:
+    form = plan.fed_forms(FEW[name], n)[0]
+    check.check("linear", Variant(op.source(form), form.threads, form.shared, archs=("sm_90a",)), "sm_90a")
+
+
+def test_fed_blocks_fill_an_h200_evenly_where_rows_allow_it() -> None:
+    """Of the multiprocessors' time in whole rounds of tiles no more than a third is lost to tiles that are not there."""
+    shapes = plan.k26_shapes()
+    for name in ("o", "q_b", "shared gate_up", "shared down", "dense gate_up", "lm_head", "draft fc"):
+        for n in (256, 512, 576, 1024, 1152):
+            form = plan.fed_forms(shapes[name], n)[0]
+            tiles = -(-n // form.tokens) * form.groups(shapes[name])
+            rounds = -(-tiles // plan.H200.count)
+            wanted = n * shapes[name].outputs
+            assert rounds * plan.H200.count * form.tokens * form.rows <= 1.5 * wanted, (name, n, form)
 
 
 @pytest.mark.slow
@@ -339,27 +363,40 @@ class TestOnDevice:
             assert bool(got[5].isnan().all())
 
     def test_float32_results_are_the_same_sums_unrounded(self) -> None:
-        x, weight = _random(FEW["nano head"], 33)
-        for n in (1, 8, 33):
+        x, weight = _random(FEW["nano head"], 150)
+        for n in (1, 8, 33, 150):
             wide = op.linear(x[:n].contiguous(), weight, dtype=torch.float32)
             assert torch.equal(_bits(wide.to(torch.bfloat16)), _bits(op.linear(x[:n].contiguous(), weight)))
 
     def test_a_residual_is_added_as_tensors_add_also_in_place(self) -> None:
-        x, weight = _random(FEW["down/8"], 65)
-        for n in (1, 9, 65):
+        x, weight = _random(FEW["down/8"], 300)
+        for n in (1, 9, 65, 300):
             residual = torch.randn(n, 7168, device="cuda").to(torch.bfloat16)
             want = op.linear(x[:n].contiguous(), weight) + residual
             assert torch.equal(_bits(op.linear(x[:n].contiguous(), weight, residual=residual)), _bits(want))
             assert torch.equal(_bits(op.linear(x[:n].contiguous(), weight, residual, residual)), _bits(want))
 
     def test_heads_are_read_and_written_with_strides(self) -> None:
-        x, weight = _random(FEW["w_uk"], 9)
-        query = torch.randn(9, 8, 192, device="cuda").to(torch.bfloat16)
-        query[..., :128] = x
-        out = torch.full((9, 8, 576), 3.0, dtype=torch.bfloat16, device="cuda")
-        op.linear(query[..., :128], weight, out[..., :512])
-        assert torch.equal(_bits(out[..., :512].contiguous()), _bits(op.linear(x, weight)))
-        assert bool((out[..., 512:] == 3).all())
+        for n in (9, 150):
+            x, weight = _random(FEW["w_uk"], n)
+            query = torch.randn(n, 8, 192, device="cuda").to(torch.bfloat16)
+            query[..., :128] = x
+            for place in (0, 2):  # fed forms store four results at once, and leave the other place to others
+                out = torch.full((n, 8, 576), 3.0, dtype=torch.bfloat16, device="cuda")
+                op.linear(query[..., :128], weight, out[..., place : place + 512])
+                assert torch.equal(_bits(out[..., place : place + 512].contiguous()), _bits(op.linear(x, weight)))
+                assert bool((out[..., place + 512 :] == 3).all()) and bool((out[..., :place] == 3).all())
+
+    def test_fed_blocks_skip_tiles_without_rows_and_meet_again(self) -> None:
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("they are an H200's")
+        for name in ("q_a", "o", "gate_up", "w_uv whole"):
+            x, weight = _random(FEW[name], 1152)
+            want = op.linear(x, weight)
+            for live in (0, 1, 129, 433, 1000):
+                out = torch.full_like(want, 7.0)
+                op.linear(x, weight, out, rows=torch.tensor([live], dtype=torch.int32, device="cuda"))
+                assert torch.equal(_bits(out[:live]), _bits(want[:live])) and bool((out[live:] == 7).all()), (name, live)
 
     def test_offsets_past_two_to_the_31(self) -> None:
         shape = Shape(163840, 7168)

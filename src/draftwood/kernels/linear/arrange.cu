@@ -1,0 +1,45 @@
+// x in the order in which the tensor cores of sm_90 read it from shared memory, for kernels that take it by the copy engine: a copy of
+// 8 tokens x 64 values is 1024 bytes in a row, so any number of tokens of a K64 step is one copy.
+#include "fold.cuh"
+
+// To: [heads][T = ceil(K/64)][tokens, a multiple of 8][128 B]: chunk c = 4b + w of a token (w = 0..3) holds word w of x[32b + 8q .. +7]
+// for q = 0..3 and lies at place c ^ (token & 7); zeros past K. A warp makes 8 tokens of a step; lane (g, q) reads 16 bytes of token g
+// for b = 0, 1, and four lanes exchange words, so that each writes 16 bytes.
+// Grid: (ceil(n / 8), ceil(T / STEPS / 8), heads), 256 threads. Rows beyond the count are not written.
+#ifndef STEPS
+#define STEPS 2          // K64 steps of a warp
+#endif
+extern "C" __global__ void __launch_bounds__(256)
+linear_arrange(const bf16* X, unsigned char* to, const int* rows, int n, int K, int tokens, long long x_stride, long long x_head) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, token = blockIdx.x * 8 + g;
+  const int T = (K + 63) >> 6, head = blockIdx.z, first = (blockIdx.y * 8 + warp) * STEPS;
+  pdl_wait();
+  pdl_go();
+  if (rows) n = min(n, load_int(rows));
+  uint4 v[STEPS][2];
+#pragma unroll
+  for (int i = 0; i < STEPS; i++)
+#pragma unroll
+    for (int b = 0; b < 2; b++) {
+      const int k = (first + i) * 64 + b * 32 + q * 8;
+      v[i][b] = make_uint4(0, 0, 0, 0);
+      if (token < n && k < K) v[i][b] = load16(X + head * x_head + token * x_stride + k);
+    }
+#pragma unroll
+  for (int i = 0; i < STEPS; i++)
+#pragma unroll
+    for (int b = 0; b < 2; b++) {
+      u32 w[4] = {v[i][b].x, v[i][b].y, v[i][b].z, v[i][b].w};         // the transpose of 4 words in 4 lanes
+#pragma unroll
+      for (int d = 1; d <= 2; d *= 2)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          if ((j & d) == 0) {
+            const u32 other = __shfl_xor_sync(ALL_LANES, q & d ? w[j] : w[j + d], d);
+            if (q & d) w[j] = other; else w[j + d] = other;
+          }
+      if (token < n && first + i < T)
+        store16(to + (((long long)head * T + first + i) * tokens + token) * 128 + ((4 * b + q) ^ (token & 7)) * 16,
+                make_uint4(w[0], w[1], w[2], w[3]));
+    }
+}
