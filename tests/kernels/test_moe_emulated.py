@@ -199,8 +199,6 @@ def test_rings_of_every_depth_give_the_same_bits_over_a_long_row(arch: str, scal
     """512 columns: 8 steps, more than any ring holds, in the down part; every architecture's forms."""
     shape = op.Shape(128, 512, 4, scaled)
     forms = [f for f in op.FORMS[arch].values() if f.file == "staged" and f.warps == 4]
-    if arch == "sm_90a":
-        forms.append(op.Form("group", 4, 8, 3, stages=6, chains=(True,)))
     forms = [f for f in forms if f.fits(shape, "down")]
     kernels = [Emulated(jit.Source(op.FOLDER / f"{f.file}.cu", f"down_{f.file}", f.macros(shape, "down"))) for f in forms]
     make = torch.Generator().manual_seed(3)

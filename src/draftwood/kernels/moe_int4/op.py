@@ -63,9 +63,9 @@ def shape_of(hidden: int, width: int, topk: int, held: int) -> Shape:
 class Form:
     """One way to run either part: file.cu with blocks of `warps` warps, `blocks` of them on a multiprocessor.
 
-    tokens: 8-token tiles of a job. stages, span: the ring's (staged.cu, group.cu). depth, ahead: most steps in a warp's ring, and
-    how many steps ahead it reads x (flow.cuh). rows: most rows it serves, 0 for any. spill: bytes that ptxas may spill.
-    chains: of the shapes it serves (Shape.scaled).
+    tokens: 8-token tiles of a job. stages, span: the ring's (staged.cu). depth, ahead: most steps in a warp's ring (crew.cu: chunks
+    of four), and how many steps ahead it reads x (flow.cuh). rows: most rows it serves, 0 for any. spill: bytes that ptxas may
+    spill. chains: of the shapes it serves (Shape.scaled).
     """
 
     file: str
@@ -83,8 +83,8 @@ class Form:
 
     @property
     def threads(self) -> int:
-        """Threads of a block; split has a warp more, which sums."""
-        return 32 * (self.warps + (self.file == "split"))
+        """Threads of a block; split has a warp more, which sums, and crew four, which fetch."""
+        return 32 * (self.warps + {"split": 1, "crew": 4}.get(self.file, 0))
 
     @property
     def sums(self) -> bool:
@@ -103,12 +103,14 @@ class Form:
             return part == "down" and units and shape.width <= SLICE
         if self.file == "stream":
             return (part == "down") == (self.rows > 0)
+        if self.file == "crew" and (shape.hidden % 512 or shape.width % 512):
+            return False
         return shape.rows(part) % self.block_rows == 0
 
     @property
     def block_rows(self) -> int:
-        """Weight rows of a block of staged.cu and group.cu."""
-        return (16 if self.file == "group" else 32) * self.warps
+        """Weight rows of a block of staged.cu, of a unit of crew.cu."""
+        return (16 if self.file == "crew" else 32) * self.warps
 
     def ring(self, shape: Shape, part: str) -> int:
         """Steps in a warp's ring (flow.cuh): an even part of a unit, or (down) several units."""
@@ -128,8 +130,8 @@ class Form:
         if self.file in ("stream", "share"):
             rest = 516 * self.warps if self.file == "share" else 64 * shape.topk * self.rows if part == "down" else 0
             return self.warps * self.ring(shape, part) * 576 + rest
-        if self.file == "group":
-            return self.stages * (self.warps * 576 + 1024 * self.tokens)
+        if self.file == "crew":
+            return 8 * 1024 * self.tokens + self.depth * self.warps * (4 * 576 + 8) + 16 * CREW_UNITS + 32
         return self.stages * self.span * (self.warps * 1152 + 1024 * self.tokens)
 
     def macros(self, shape: Shape, part: str) -> dict[str, int]:
@@ -149,9 +151,15 @@ class Form:
             return found
         if self.file == "split":
             return found | {"XAHEAD": _divisor(shape.steps(part) // self.warps, self.ahead)}
+        if self.file == "crew":
+            return found | {"TOKENS": self.tokens, "DEPTH": self.depth}
         found |= {"TOKENS": self.tokens, "STAGES": self.stages}
         found |= {"SPAN": self.span} if self.span else {}
         return found | {"UNROLL": self.unroll} if self.unroll else found
+
+
+CREW_UNITS = 64
+"""Most units (block_rows of a job) that a block of crew.cu takes."""
 
 
 def run_of(shape: Shape) -> int:
@@ -175,13 +183,13 @@ HOPPER = {
     "narrow": Form("staged", 2, 4, 4, stages=4, span=2),
     "wide": Form("staged", 4, 4, 3, stages=4, span=2, chains=(False,)),
     "wider": Form("staged", 4, 4, 4, stages=3, span=2, chains=(True,)),
-    "widest": Form("group", 12, 16, 1, stages=6, chains=(True,)),
+    "widest": Form("crew", 16, 16, 1, depth=2, spill=160, chains=(True,)),
 }
 """Forms by growing tokens per expert, as measured on an H200 (384 and 48 experts of K2.6, slices of 8); the limits are in `choose`.
 
 split, one, share and duo are for slices of the experts; those that sum keep y in shared memory and need no combine.
 """
-WITHOUT_WARP_GROUPS = HOPPER | {"widest": Form("staged", 12, 4, 2, stages=3, span=2, unroll=1, chains=(True,))}
+WITHOUT_WARP_GROUPS = HOPPER | {"widest": Form("staged", 16, 4, 2, stages=2, span=2, unroll=1, chains=(True,))}
 FORMS = {
     "sm_90a": HOPPER,
     # Not measured there.
@@ -197,7 +205,7 @@ FORMS = {
         "narrow": Form("staged", 2, 4, 3, stages=4, span=1),
         "wide": Form("staged", 4, 4, 2, stages=5, span=1, chains=(False,)),
         "wider": Form("staged", 4, 4, 2, stages=5, span=1, chains=(True,)),
-        "widest": Form("staged", 12, 4, 2, stages=2, span=1, chains=(True,)),
+        "widest": Form("staged", 16, 4, 2, stages=2, span=1, chains=(True,)),
     },
 }
 """Forms by architecture: everywhere the same names, tiles of tokens and limits of rows."""
@@ -211,6 +219,11 @@ class Plan:
 
     gate_up: str
     down: str
+
+    @property
+    def whole(self) -> bool:
+        """Whether both forms have h in the same order: crew.cu's is its own."""
+        return (HOPPER[self.gate_up].file == "crew") == (HOPPER[self.down].file == "crew")
 
     @property
     def tile(self) -> int:
@@ -247,7 +260,7 @@ def choose(shape: Shape, rows: int, experts: int) -> Plan:
     if not shape.scaled and mean <= 0.25:
         return Plan("stream", _first(shape, "down", ("slim", "narrow")))
     if shape.scaled:
-        name = "thin" if mean <= 2 else "narrow" if mean <= 12 else "wider" if mean <= 28 else "widest"
+        name = "thin" if mean <= 2 else "narrow" if mean <= 12 else "wider" if mean <= 24 else "widest"
     else:
         name = "narrow" if mean <= 5 else "wide"
     return Plan(*(_first(shape, part, (name, "wider" if shape.scaled else "narrow")) for part in ("gate_up", "down")))
@@ -264,6 +277,10 @@ def _variant(name: str, part: str, shape: Shape, arch: str) -> Variant:
     form = FORMS[arch][name]
     source = jit.Source(FOLDER / f"{form.file}.cu", f"{part}_{form.file}", form.macros(shape, part))
     return Variant(source, form.threads, form.shared(shape, part), form.blocks, form.spill, archs=(arch,))
+
+
+def _arrange_variant(shape: Shape) -> Variant:
+    return Variant(jit.Source(FOLDER / "arrange.cu", "arrange", {"HIDDEN": shape.hidden}), -(-shape.hidden // 1024) * 32)
 
 
 def _combine_variant(shape: Shape) -> Variant:
@@ -283,12 +300,15 @@ def variants(found: Iterable[Shape] | None = None) -> list[Variant]:
             for name, form in forms.items():
                 result += [_variant(name, part, shape, arch) for part in ("gate_up", "down") if form.fits(shape, part)]
         result.append(_combine_variant(shape))
+        if shape.scaled:
+            result.append(_arrange_variant(shape))
     return result
 
 
 @functools.cache
 def _kernel(name: str, part: str, shape: Shape, device: int) -> jit.Kernel:
-    variant = _combine_variant(shape) if part == "combine" else _variant(name, part, shape, _arch(device))
+    small = {"combine": _combine_variant, "arrange": _arrange_variant}
+    variant = small[part](shape) if part in small else _variant(name, part, shape, _arch(device))
     return jit.Kernel(variant.source, device, variant.shared)
 
 
@@ -341,8 +361,14 @@ class Call:
 
     def gate_up(self) -> None:
         """Launch h = SwiGLU of every pair."""
-        w = self.weights
-        args = (w.gate_up, w.gate_up_scale, self.x, *self._listed(), self.work.h, np.int32(self.early))
+        w, x, early = self.weights, self.x, self.early
+        device = self.x.device.index or 0
+        if FORMS[_arch(device)][self.plan.gate_up].file == "crew":
+            # To y, which nobody needs before the down part; the lists are then older than the kernel before.
+            x, early = self.work.y, True
+            kernel = _kernel("", "arrange", self.shape, device)
+            kernel(self.rows, _arrange_variant(self.shape).threads, (self.x, x), pdl=self.pdl)
+        args = (w.gate_up, w.gate_up_scale, x, *self._listed(), self.work.h, np.int32(early))
         self._launch("gate_up", self.plan.gate_up, args)
 
     def down(self) -> None:
@@ -379,6 +405,8 @@ class Call:
             raise ValueError(f"{n} rows asked, lists for {lists.rows}, workspace for {work.h.shape[0] // shape.topk}")
         if work.h.shape[1] != shape.width or work.y.shape[1] != shape.hidden:
             raise ValueError(f"workspace is for {work.y.shape[1]} x {work.h.shape[1]}, not {shape.hidden} x {shape.width}")
+        if not self.plan.whole:
+            raise ValueError(f"{self.plan.gate_up} and {self.plan.down} have h in different orders; let a crew serve both parts")
         for part, name in (("gate_up", self.plan.gate_up), ("down", self.plan.down)):
             form = HOPPER[name]
             if n > (form.rows or n) or not form.fits(shape, part):
@@ -398,13 +426,14 @@ def _multiprocessors(device: int) -> int:
 
 def _launch(part: str, name: str, shape: Shape, device: int, jobs: int, args: tuple, pdl: bool) -> None:
     form, rows = FORMS[_arch(device)][name], shape.rows(part)
-    units = jobs * (rows // 16)
+    units, crews = jobs * (rows // 16), jobs * (rows // form.block_rows)
     grids: dict[str, int | tuple[int, ...]] = {
         "duo": (2, rows // (16 * run_of(shape))),
         "one": rows // 16,
         "split": units,
         "share": min(units, form.blocks * _multiprocessors(device)),
         "stream": rows // 16 if part == "down" else -(-units // form.warps),
+        "crew": min(crews, max(_multiprocessors(device), -(-crews // CREW_UNITS))),
     }
     grid = grids[form.file] if form.file in grids else (rows // form.block_rows, jobs)
     _kernel(name, part, shape, device)(grid, form.threads, args, pdl=pdl)

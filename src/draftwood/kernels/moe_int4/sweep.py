@@ -39,7 +39,7 @@ FORMS = {
     "t3": Form("staged", 3, 4, 4, stages=3, span=2, spill=112),
     "t4.w8": Form("staged", 4, 8, 2, stages=4, span=2),
     "t12": Form("staged", 12, 4, 2, stages=3, span=2, unroll=1),
-    "g8": Form("group", 8, 16, 1, stages=6, chains=(True,)),
+    "c8": Form("crew", 8, 16, 1, depth=4, spill=160, chains=(True,)),
 }
 """Candidates beside the forms in use."""
 CASES: list[tuple[op.Shape, int, int, list[str]]] = [
@@ -49,8 +49,8 @@ CASES: list[tuple[op.Shape, int, int, list[str]]] = [
     (bench.EP8, 48, 9, ["thin thin", "narrow narrow", "t2.w8 t2.w8"]),
     (bench.EP8, 48, 65, ["narrow narrow", "t3 t3", "t4.w8 t4.w8", "wider wider"]),
     (bench.EP8, 48, 128, ["wider wider", "t4.w8 t4.w8", "widest widest"]),
-    (bench.EP8, 48, 288, ["widest widest", "g8 g8", "t12 t12"]),
-    (bench.EP8, 48, 512, ["widest widest", "g8 g8", "t12 t12"]),
+    (bench.EP8, 48, 288, ["widest widest", "c8 c8", "t12 t12"]),
+    (bench.EP8, 48, 512, ["widest widest", "c8 c8", "t12 t12"]),
     (bench.K26, 384, 1, ["stream few"]),
     (bench.K26, 384, 9, ["stream slim", "narrow narrow", "slim slim"]),
     (bench.K26, 384, 33, ["narrow narrow", "stream slim"]),

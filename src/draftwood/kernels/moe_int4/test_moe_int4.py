@@ -106,7 +106,7 @@ def test_every_bucket_has_forms_that_fit(shape: op.Shape) -> None:
         for part, name in (("gate_up", plan.gate_up), ("down", plan.down)):
             assert all(forms[name].fits(shape, part) for forms in op.FORMS.values())
         assert plan.tile % 8 == 0
-        assert rows <= (op.HOPPER[plan.down].rows or rows)
+        assert rows <= (op.HOPPER[plan.down].rows or rows) and plan.whole
         assert (rows <= few_rows(shape.width)) == op.HOPPER[plan.down].sums
 
 
@@ -115,6 +115,15 @@ def test_forms_of_every_architecture_take_the_same_jobs() -> None:
         assert {n: (f.tokens, f.rows, f.sums) for n, f in forms.items()} == {
             n: (f.tokens, f.rows, f.sums) for n, f in op.HOPPER.items()
         }
+
+
+def test_blocks_of_a_crew_have_room_for_their_units() -> None:
+    """The constant is written twice; with tiles of 16 tokens or more no call makes more jobs than a block lists."""
+    source = (op.FOLDER / "crew.cu").read_text()
+    assert f"MOST_UNITS = {op.CREW_UNITS};" in source
+    for form in (f for f in (*op.HOPPER.values(), *sweep.FORMS.values()) if f.file == "crew"):
+        jobs = most_jobs(1024, 8, 48, 8 * form.tokens)
+        assert 2 * 4 * jobs <= 8 * 1024 * form.tokens and jobs * 28 <= op.CREW_UNITS * 132
 
 
 def test_bad_shapes_are_one_line() -> None:
@@ -238,7 +247,10 @@ def grow(lists: Lists, rows: int, topk: int, tile: int) -> Lists:
 def plans(shape: op.Shape, rows: int) -> list[op.Plan]:
     """Pairs of forms in which every form that may run for so many rows occurs, and what `choose` makes."""
     ups, downs = ([n for n, f in op.HOPPER.items() if f.fits(shape, p) and rows <= (f.rows or rows)] for p in ("gate_up", "down"))
+    crews = [n for n in ups if op.HOPPER[n].file == "crew"]
+    ups, downs = ([n for n in names if n not in crews] for names in (ups, downs))
     pairs = [op.Plan(ups[i % len(ups)], downs[i % len(downs)]) for i in range(max(len(ups), len(downs)))]
+    pairs += [op.Plan(name, name) for name in crews]
     return list(dict.fromkeys(pairs + [op.choose(shape, rows, e) for e in (384, 48, 16)]))
 
 
@@ -331,6 +343,7 @@ def test_candidates_of_the_sweep_give_the_bits_of_the_forms_in_use(shape: op.Sha
         for name in sweep.FORMS:
             ups, downs = ([name] if forms[name].fits(shape, part) else [] for part in ("gate_up", "down"))
             plans = [op.Plan(up, usual.down) for up in ups] + [op.Plan(usual.gate_up, down) for down in downs]
+            plans = [plan for plan in plans if plan.whole] or [op.Plan(name, name)]
             for plan in plans if n <= (forms[name].rows or n) else []:
                 got, _ = batch.run(packed, torch.arange(n, device="cuda"), plan, live=live)
                 assert torch.equal(got[:live], want[:live]) and got[live:].isnan().all(), (n, live, plan)

@@ -16,7 +16,8 @@ ENTRY(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __re
   pairs += job.y;
   switch ((count + 7) >> 3) {
 #define RUN(N) case N: if constexpr (N <= TOKENS) ring_tile<N>(sm, W, S, x, pairs, count, job.x, tile, out); break;
-    RUN(1) RUN(2) RUN(3) RUN(4) RUN(5) RUN(6) RUN(7) RUN(8) RUN(9) RUN(10) RUN(11) RUN(12)
+    RUN(1) RUN(2) RUN(3) RUN(4) RUN(5) RUN(6) RUN(7) RUN(8) RUN(9) RUN(10) RUN(11) RUN(12) RUN(13) RUN(14) RUN(15)
+    RUN(16)
 #undef RUN
   }
 }
