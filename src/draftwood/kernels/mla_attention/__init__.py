@@ -1,5 +1,5 @@
 """Latent attention of draft trees over pages: `op.MlaAttention` on a CUDA device, `ref.attend` anywhere.
 
-Kernels: plan.cu (once per step), attend.cu and combine.cu (once per layer); columns.cu is another attend.cu, for Hopper. layout.cuh
-states what a result's bits depend on.
+Kernels: plan.cu (once per step), attend.cu and combine.cu (once per layer); columns.cu and nodes.cu are others, for Hopper.
+layout.cuh states what a result's bits depend on.
 """

@@ -17,6 +17,7 @@ GOALS = [(8, n, c) for n in (1, 9) for c in (2048, 32768, 131072)] + [(64, n, c)
 """(heads, nodes, context) that have a target."""
 MORE = [(64, 1, 2048), (64, 1, 32768), (64, 9, 2048), (64, 33, 2048), (8, 33, 2048), (8, 33, 32768), (8, 65, 131072)]
 BATCHES = [(32, 8, 9, 4096), (128, 8, 1, 2048), (128, 8, 33, 2048), (8, 64, 9, 8192)]
+BATCHES += [(1, 64, 9, 512), (64, 64, 1, 512), (64, 64, 9, 512)]
 """(rows, heads, nodes, context)."""
 
 
@@ -72,7 +73,7 @@ class Bench:
     def partials(self) -> None:
         """The first half of each call."""
         for table in self.tables:
-            self.op.partials(self.q, self.q_pe, self.cache, table, self.masks)
+            self.op.partials(self.q, self.q_pe, self.cache, table, self.masks, self.out)
 
     def fold(self) -> None:
         """The second half of each call."""

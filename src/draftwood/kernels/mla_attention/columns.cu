@@ -385,8 +385,8 @@ __device__ __forceinline__ void own_slots(const Job& job, const Inputs& in, cons
   }
 }
 
-// Returns the tiles that the block has had so far.
-__device__ __forceinline__ int copy_job(const Job& job, const Inputs& in, int lines, int past) {
+// first_page: that of the first key of all nodes. Returns the tiles that the block has had so far.
+__device__ __forceinline__ int copy_job(const Job& job, const Inputs& in, int lines, int past, int first_page) {
   const Copier copier(in, job.row);
   auto queries = [&]() { copier.queries((size_t)job.token * in.heads + job.first, job.live, lines); };
   if (job.kind == OWN_KEYS) {
@@ -401,7 +401,7 @@ __device__ __forceinline__ int copy_job(const Job& job, const Inputs& in, int li
     copier.announce(past);
     return past + 1;
   }
-  int n = past, k = job.begin, page = copier.page(k);
+  int n = past, k = job.begin, page = first_page;
   auto next = [&]() {                                           // latents come from further away than queries
     const bf16* keys = in.cache + (size_t)page * TILE * WIDTH;
     k += TILE;
@@ -436,10 +436,9 @@ struct Value {
 
 // A role's jobs, read where they are: kept in registers they cost copies 108 bytes of spills. The next one is known when everybody is
 // done with this one.
-template <class F> __device__ __forceinline__ void work(const Job* jobs, int total, F one) {
+template <class F> __device__ __forceinline__ void work(const Job* jobs, int total, int turn, int past, int j, F one) {
   const int* next = shared_at<int>(Place::next);
-  int turn = 0, past = 0;
-  for (int j = blockIdx.x; j < total; turn ^= 1) {
+  for (; j < total; turn ^= 1) {
     past = one(jobs[j], turn, past);
     everybody();                                               // the next job writes the same shared memory
     j = next[turn];
@@ -451,31 +450,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attend(
     float scale, const Job* jobs, Head* head, float* o, float2* ml, float* own_o, float2* own_ml) {
   const Inputs in{q, q_pe, cache, pe_stride, table, pages, masks, words, heads, scale};
   const int role = threadIdx.x / ROLE;
+  // Ahead of the wait: the plan and pages are older than what may still run (rule (b) of common.cuh; the plan lets nobody start early).
+  const int total = load_new(&head->jobs), blocks = gridDim.x;
+  Job first = load_all_new(&jobs[min((int)blockIdx.x, max(total, 1) - 1)]);
+  const int page = role == 3 && total > 0 ? load_new(&table[(size_t)first.row * pages + first.begin / TILE]) : 0;
   pdl_wait();
   pdl_go();
-  const int total = head->jobs, blocks = gridDim.x;
   if (threadIdx.x < SLOTS * 3) mbarrier_begin(full(threadIdx.x), threadIdx.x < SLOTS ? ROLE : 2 * ROLE / 32);
   everybody();
   if (role == 0) {
     give_registers<SCORE_REGISTERS>();
-    work(jobs, total, [&](const Job& at, int, int past) {
+    work(jobs, total, 0, 0, blockIdx.x, [&](const Job& at, int, int past) {
       const Task task(at, in);
       by_lines(task.eights, Score{task, in, {task.shared ? o : own_o, task.shared ? ml : own_ml}, past});
       return past + task.tiles;
     });
   } else if (role == 3) {
     give_registers<COPY_REGISTERS>();
-    work(jobs, total, [&](const Job& at, int turn, int past) {
+    auto fetch = [&](const Job& at, int turn, int past, int first_page) {
       if (threadIdx.x == 3 * ROLE) shared_at<int>(Place::next)[turn] = total > blocks ? blocks + (int)atomicAdd(&head->next, 1u) : total;
-      return copy_job(at, in, lines_of(at), past);
-    });
+      return copy_job(at, in, lines_of(at), past, first_page);
+    };
+    int past = 0;
+    if ((int)blockIdx.x < total) {
+      past = fetch(first, 0, 0, page);
+      everybody();
+      work(jobs, total, 1, past, shared_at<int>(Place::next)[0], [&](const Job& at, int turn, int past) {
+        return fetch(at, turn, past, table[(size_t)at.row * pages + at.begin / TILE]);
+      });
+    }
     copy_commit();
     copy_wait<0>();
     const bool last = total > blocks && threadIdx.x == 3 * ROLE && atomicAdd(&head->left, 1u) + 1 == (u32)blocks;
     if (last) head->next = head->left = 0;
   } else {
     take_registers<VALUE_REGISTERS>();
-    work(jobs, total, [&](const Job& at, int, int past) {
+    work(jobs, total, 0, 0, blockIdx.x, [&](const Job& at, int, int past) {
       const Task task(at, in);
       by_lines(task.eights, Value{task, {task.shared ? o : own_o, task.shared ? ml : own_ml}, past});
       return past + task.tiles;

@@ -33,9 +33,9 @@ struct Line {
   Partials shared, own;
   long long first, own_first;
   int step, heads, per, spans, all;      // per: spans of a group
-  __device__ __forceinline__ Line(const Node& at, const Partials& s, const Partials& o, int span, int h, int n_heads, const u64* masks, int words)
+  __device__ __forceinline__ Line(const Node& at, int depth, const Partials& s, const Partials& o, int span, int h, int n_heads)
       : shared(s), own(o), step(at.lines), heads(n_heads), per(span == UNIT ? PER : 1) {
-    const int p = at.length + depth_of(masks, words, at.token), base = base_of(p);
+    const int p = at.length + depth, base = base_of(p);
     spans = pieces_before(base, span);
     all = spans + (p + 1 - base > TILE ? 2 : 1);
     first = at.part + h;
@@ -153,15 +153,45 @@ __device__ __forceinline__ void fold_line(const Line& line, bf16* to) {
 }
 #endif
 
+// The node of the at-th line, if there is one. L1 is not asked: it may hold an older step's.
+struct Known {
+  Node node;
+  int depth = -1, span;
+  bool on;
+  __device__ __forceinline__ Known(int at, const Head* head, const Node* live, int tokens, const u64* masks, int words, int heads) {
+    const int n = at / heads, nodes = load_new(&head->live);
+    span = load_new(&head->span);
+    on = n < tokens;
+    if (on) node = load_all_new(&live[n]);                     // there is room for it, whether or not it is one
+    on = on && n < nodes;
+    if (on) for (int w = 0; w < words; w++) depth += __popcll(load_new(&masks[(size_t)node.token * words + w]));
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mla_combine(
     const Head* head, const Node* live, int tokens, const u64* masks, int words, int heads, float* o, float2* ml, float* own_o,
     float2* own_ml, bf16* out) {
-  const int at = FOLDED ? blockIdx.x : blockIdx.x * (THREADS / 32) + (threadIdx.x >> 5), n = at / heads, h = at % heads;
+  int at = FOLDED ? blockIdx.x : blockIdx.x * (THREADS / 32) + (threadIdx.x >> 5);
+#if COLUMNS
+  // Ahead of the wait: the plan and masks are older than attention, which waits and then goes (rule (c) of common.cuh).
+  Known known(at, head, live, tokens, masks, words, heads);
+  pdl_wait();
+  pdl_go();
+  while (known.on) {
+    const Line line(known.node, known.depth, {o, ml}, {own_o, own_ml}, known.span, at % heads, heads);
+    fold_line(line, &out[((size_t)known.node.token * heads + at % heads) * LATENT]);
+    if (FOLDED) return;                                        // the grid has a block for each line
+    at += gridDim.x * (THREADS / 32);
+    known = Known(at, head, live, tokens, masks, words, heads);
+  }
+#else
+  const int n = at / heads, h = at % heads;
   pdl_wait();
   pdl_go();
   if (n >= tokens) return;
   const Node node = live[n];                                   // there is room for it, whether or not it is one
   if (n >= head->live) return;
-  const Line line(node, {o, ml}, {own_o, own_ml}, head->span, h, heads, masks, words);
+  const Line line(node, depth_of(masks, words, node.token), {o, ml}, {own_o, own_ml}, head->span, h, heads);
   fold_line(line, &out[((size_t)node.token * heads + h) * LATENT]);
+#endif
 }

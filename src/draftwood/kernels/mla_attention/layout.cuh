@@ -86,6 +86,7 @@ struct __align__(16) Job {
   int unused[3];
 };
 constexpr int SHARED_KEYS = 0, OWN_KEYS = 1;
+constexpr int WITH_OWN = 1, WHOLE_ROW = 2;          // of nodes.cu: keys of a run, and the node's own; all of them
 
 // span: what one partial covers (UNIT, GROUP or WHOLE). next, left: jobs taken beyond the first of each block; zero between launches.
 // live: nodes of all rows; of each of them a Node.
@@ -123,6 +124,14 @@ __device__ __forceinline__ void mbarrier_wait(u32 at, int parity) {      // unti
 // Warps of this role need only so many registers, or take so many; whole groups of four warps.
 template <int N> __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+// All of a work list's entry, from L2: L1 may hold an older one before the kernel has waited.
+template <class T> __device__ __forceinline__ T load_all_new(const T* from) {
+  static_assert(sizeof(T) % 16 == 0, "whole pieces of 16 bytes");
+  union { uint4 words[sizeof(T) / 16]; T all; } v;
+#pragma unroll
+  for (int i = 0; i < (int)sizeof(T) / 16; i++) v.words[i] = load16_new(reinterpret_cast<const uint4*>(from) + i);
+  return v.all;
+}
 // Base-2 exponential, the one in every softmax here. Of -inf it is +0.
 __device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 #endif

@@ -28,11 +28,13 @@ from draftwood.kernels.mla_attention.sizes import (
     MANY,
     NARROW,
     NODE_BYTES,
+    PAGE,
     PARTIAL_BYTES,
     SHAPES,
     Form,
     Law,
     Need,
+    Nodes,
     fold_columns,
     law_for,
     need,
@@ -58,7 +60,7 @@ def variants() -> list[Variant]:
 
 
 def _variants(latent: int, rope: int, law: Law) -> list[Variant]:
-    shapes = tuple(SHAPES.values()) if latent == 512 else (NARROW,)
+    shapes = tuple(s for s in SHAPES.values() if law != FEW or not isinstance(s, Nodes)) if latent == 512 else (NARROW,)
     given, found = sizes(latent, rope, law), []
     for columns in sorted({shape.columns for shape in shapes}):
         archs = HOPPER if columns else ARCHS
@@ -67,6 +69,9 @@ def _variants(latent: int, rope: int, law: Law) -> list[Variant]:
             macros = given | {"FOLDED": cols, "COLUMNS": int(columns)}
             fold = Source(FOLDER / "combine.cu", "mla_combine", macros)
             found.append(Variant(fold, FOLD_THREADS[cols > 0], spill=16 if cols else 0, archs=archs))
+    if any(isinstance(shape, Nodes) for shape in shapes):
+        plan = Source(FOLDER / "nodes_plan.cu", "mla_plan_nodes", given | {"COLUMNS": 1})
+        found.append(Variant(plan, PLAN_THREADS, archs=HOPPER))
     return found + [_variant(shape, latent, rope, law) for shape in shapes]
 
 
@@ -156,6 +161,13 @@ class MlaAttention:
         law = law_for(heads) if law is None else law
         self.span = law.unit * law.per if self.shape.walk else law.unit
         self.blocks = processors(device) * self.shape.blocks
+        self.spare = 0
+        """Partials ahead of all others in which blocks of nodes.cu keep a job's earlier groups."""
+        self._boxes: dict[tuple[int, int], Any] = {}
+        """Tensor maps of the layers' caches, which live no longer than this."""
+        if isinstance(self.shape, Nodes):
+            self.blocks = min(self.blocks - self.blocks % self.shape.together, self.shape.slots)
+            self.spare = self.shape.slots * self.shape.lines
         self._size(context, law, partial_bytes)
         self._buffers(device, scratch)
         self._load(law, index)
@@ -179,15 +191,18 @@ class MlaAttention:
         self._macros = sizes(self.latent, self.rope, law) | {"COLUMNS": int(self.shape.columns)}
         self._device = device
         shared = self.shape.shared_bytes(self.latent + self.rope)
-        self._plan = _kernel("plan.cu", "mla_plan", self._macros, device)
+        plan = ("nodes_plan.cu", "mla_plan_nodes") if self.spare else ("plan.cu", "mla_plan")
+        self._plan = _kernel(*plan, self._macros, device)
         macros = self.shape.macros(self.latent, self.rope, law)
         self._attend = _kernel(self.shape.file, "mla_attend", macros, device, shared)
-        self.fold_with(fold_columns(self.tokens * self.heads))
+        self.fold_with(0 if self.spare else fold_columns(self.tokens * self.heads))
 
     def fold_with(self, cols: int) -> None:
         """Let `fold` have blocks of 32, 64 or 128 columns, or warps of whole lines (0): for times only."""
         lines = self.tokens * self.heads
         self._fold_grid = (lines, -(-self.latent // cols)) if cols else (-(-lines * 32 // FOLD_THREADS[0]), 1)
+        if self.spare:  # few rows are cut
+            self._fold_grid = (min(self._fold_grid[0], 3 * self.blocks), 1)
         self._fold_threads = FOLD_THREADS[cols > 0]
         self._combine = _kernel("combine.cu", "mla_combine", self._macros | {"FOLDED": cols}, self._device)
 
@@ -198,10 +213,11 @@ class MlaAttention:
         for name, x in (("lengths", lengths), ("counts", counts), ("starts", starts)):
             _expect(name, x, (self.rows,), (torch.int32, torch.int64))
             arrays += [x, np.int32(1 if x.dtype == torch.int32 else 2)]
-        numbers: list[Any] = [np.int32(x) for x in (self.rows, self.heads, self.shape.lines, self.span, self.blocks)]
-        numbers += [np.int64(self.parts), np.int32(self.max_jobs)]
+        given: list[Any] = [np.int32(x) for x in (self.rows, self.heads, self.shape.lines)]
+        given += [] if self.spare else [np.int32(self.span)]
+        given += [np.int32(self.blocks), np.int64(self.parts - self.spare), np.int32(self.max_jobs)]
         grid = min(16, -(-self.max_jobs // PLAN_THREADS))
-        self._plan(grid, PLAN_THREADS, [*arrays, *numbers, self.jobs, self.head, self.live], pdl=True)
+        self._plan(grid, PLAN_THREADS, [*arrays, *given, self.jobs, self.head, self.live], pdl=True)
 
     def __call__(self, q: Tensor, q_pe: Tensor, cache: Tensor, table: Tensor, masks: Tensor, out: Tensor) -> Tensor:
         """Attend in one layer and return `out`.
@@ -211,11 +227,23 @@ class MlaAttention:
         table [rows, pages] int32; masks [tokens, W] int64 ancestors (self included; ancestors have smaller indices);
         out [tokens, heads, latent] bf16: rows' live nodes are written, nothing else is touched.
         """
-        self.partials(q, q_pe, cache, table, masks)
+        self.partials(q, q_pe, cache, table, masks, out)
         return self.fold(masks, out)
 
-    def partials(self, q: Tensor, q_pe: Tensor, cache: Tensor, table: Tensor, masks: Tensor) -> None:
-        """The first half of a call: partial results into this object's buffers."""
+    def partials(self, q: Tensor, q_pe: Tensor, cache: Tensor, table: Tensor, masks: Tensor, out: Tensor | None = None) -> None:
+        """The first half of a call: partial results into this object's buffers, and those of whole rows into `out`."""
+        given = [*self._given(q, q_pe, cache, table, masks), self.jobs, self.head]
+        parts: list[Any] = [self.part_o, self.part_ml, self.own_o, self.own_ml]
+        if self.spare:
+            key = cache.data_ptr(), cache.shape[0]
+            if key not in self._boxes:
+                self._boxes[key] = boxes_of(cache)
+            given = [self._boxes[key], *given, self.part_o]
+            parts = [self.part_o[self.spare :], self.part_ml[self.spare :], self.own_o, self.own_ml, out]
+        self._attend(self.grid, self.shape.threads(self.latent), [*given, *parts], pdl=True)
+
+    def _given(self, q: Tensor, q_pe: Tensor, cache: Tensor, table: Tensor, masks: Tensor) -> list[Any]:
+        """The arguments with which every form begins."""
         t, h = self.tokens, self.heads
         apart = q_pe.stride(1)
         whole = q_pe.stride() == (h * apart, apart, 1) and apart % 8 == 0
@@ -226,16 +254,14 @@ class MlaAttention:
         _expect("table", table, (self.rows, table.shape[1]), (torch.int32,))
         words = self._words(masks)
         pages = np.int32(table.shape[1])
-        given = [q, q_pe, np.int32(apart), cache, table, pages, masks, words, np.int32(h), self._scale]
-        parts = [self.part_o, self.part_ml, self.own_o, self.own_ml]
-        self._attend(self.grid, self.shape.threads(self.latent), [*given, self.jobs, self.head, *parts], pdl=True)
+        return [q, q_pe, np.int32(apart), cache, table, pages, masks, words, np.int32(h), self._scale]
 
     def fold(self, masks: Tensor, out: Tensor) -> Tensor:
         """The second half of a call: partial results to `out`, which is returned."""
-        h = self.heads
+        spare, h = self.spare, self.heads
         _expect("out", out, (self.tokens, h, self.latent), (torch.bfloat16,))
         given = [self.head, self.live, np.int32(self.tokens), masks, self._words(masks), np.int32(h)]
-        parts = [self.part_o, self.part_ml, self.own_o, self.own_ml]
+        parts = [self.part_o[spare:], self.part_ml[spare:], self.own_o, self.own_ml]
         self._combine(self._fold_grid, self._fold_threads, [*given, *parts, out], pdl=True)
         return out
 
@@ -245,6 +271,21 @@ class MlaAttention:
         if words * 64 < self.nodes:
             raise ValueError(f"masks of {words} words for {self.nodes} nodes")
         return np.int32(words)
+
+
+def boxes_of(cache: Tensor) -> Any:
+    """Return the tensor map of a cache [slots, width] bf16 whose boxes are 64 x 64 values, as nodes.cu fetches them; without a
+    CUDA device, where nothing is launched, the cache."""
+    if not cache.is_cuda:
+        return cache
+    from cuda.core._tensor_map import TensorMapDataType, TensorMapL2Promotion, TensorMapSwizzle
+    from cuda.core.utils import StridedMemoryView
+
+    view = StridedMemoryView.from_any_interface(cache.view(torch.int16), stream_ptr=-1)
+    return view.as_tensor_map(
+        (PAGE, 64), data_type=TensorMapDataType.UINT16, swizzle=TensorMapSwizzle.SWIZZLE_128B,
+        l2_promotion=TensorMapL2Promotion.L2_256B,
+    )  # fmt: skip
 
 
 @functools.cache

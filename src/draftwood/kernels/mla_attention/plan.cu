@@ -205,8 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) mla_plan(
     const int* lengths, int length_step, const int* counts, int count_step, const int* starts, int start_step, int rows,
     int heads, int lines, int span, int blocks, long long parts, int max_jobs, Job* jobs, Head* head, Node* live) {
   __shared__ Table t;
-  pdl_wait();
-  pdl_go();
+  pdl_wait();                                                  // nobody starts before the end: lists are read ahead of a wait
   for (int r = threadIdx.x; r < rows; r += THREADS) {
     t.length[r] = lengths[r * length_step]; t.count[r] = counts[r * count_step]; t.token[r] = starts[r * start_step];
     t.cut[r].set(t.length[r], t.count[r], heads, lines, rows > MIXED);

@@ -14,6 +14,8 @@ from draftwood.errors import ConfigError
 PAGE = 64
 JOB_BYTES, HEAD_BYTES, NODE_BYTES = 64, 32, 32
 MOST_JOBS = 1 << 18
+MOST_RUNS = 4096
+"""Jobs of nodes.cu beyond one for each of its nodes' blocks: of rows that are cut."""
 PARTIAL_BYTES = 4 << 30
 """What partial results of a bucket may take by default. If a step needs more, its blocks walk whole rows and need little."""
 
@@ -122,7 +124,45 @@ class Columns:
         return given | {"SHARED_BYTES": self.shared_bytes(latent + rope)} | sizes(latent, rope, law)
 
 
-Form = Shape | Columns
+@dataclass(frozen=True)
+class Nodes:
+    """nodes.cu, for latents of 512 + 64: a block has some heads of a node and all its keys, or a run of them.
+
+    eights: of heads of a block. together: blocks of a cluster, which fetch keys for each other. slots: blocks that run at once on
+    an H200, in whole clusters.
+    """
+
+    eights: int
+    together: int
+    slots: int
+    spill: int = 0
+    file: ClassVar[str] = "nodes.cu"
+    columns: ClassVar[bool] = True
+    walk: ClassVar[bool] = False
+    archs: ClassVar[tuple[str, ...] | None] = HOPPER
+    blocks: ClassVar[int] = 1
+
+    @property
+    def lines(self) -> int:
+        """Heads of a block."""
+        return 8 * self.eights
+
+    def threads(self, latent: int) -> int:
+        """Threads of a block: four roles of four warps."""
+        return 512
+
+    def shared_bytes(self, width: int) -> int:
+        """Dynamic shared memory of a block (the sum in nodes.cu, which checks it)."""
+        ring = 22 if self.eights > 2 else 25
+        return ring * 8192 + self.lines * (11 * 128 + 40) + 16 + 512 + 256 + (28 + ring) * 8
+
+    def macros(self, latent: int, rope: int, law: Law) -> dict[str, int]:
+        """Return the macros of nodes.cu."""
+        given = {"EIGHTS": self.eights, "TOGETHER": self.together, "COLUMNS": 1}
+        return given | {"SHARED_BYTES": self.shared_bytes(latent + rope)} | sizes(latent, rope, law)
+
+
+Form = Shape | Columns | Nodes
 
 
 def sizes(latent: int, rope: int, law: Law) -> dict[str, int]:
@@ -143,13 +183,17 @@ SHAPES: dict[str, Form] = {
     "c1": Columns(1, 3),
     "c9": Columns(9, 2),
     "d4": Columns(4, 2, walk=True, spill=2048),
+    "n4": Nodes(4, 2, 132, spill=512),
+    "n2": Nodes(2, 4, 120),
 }
 """u: partial results of units; g: of groups, or whole rows. Then tiles of 16 lines; s: little shared memory. c, d: the same with
-lines as columns, in eights."""
+lines as columns, in eights; n: no partial results."""
 NARROW = Shape(1, 2)
 """For latents narrower than 512 (the bundled nano model's 96)."""
 
 
+MOST_CUT = 1 << 17
+"""Partial results of rows that nodes.cu cuts; rows beyond are whole."""
 MOST_BYTES = 1 << 30
 """Of partial results of units; beyond it blocks fold units themselves, at some cost."""
 
@@ -158,12 +202,34 @@ COLUMNS = True
 """Whether Hopper takes the forms of columns.cu. All buckets or none: their bits are not those of attend.cu (layout.cuh, LAW)."""
 
 
+SHORT, MIDDLE = 2304, 6144
+"""Contexts up to which few nodes, and many, are jobs of nodes.cu: 512 and 4096 tokens and the room with which steps are timed."""
+
+
+def choose_nodes(tokens: int, heads: int, context: int) -> str | None:
+    """Return the form of nodes.cu for a bucket of so many nodes, None where columns.cu is as fast.
+
+    Few nodes of a short context are cut into runs for all multiprocessors. Many are whole: their jobs take turns, and the last turn
+    must be well filled (48 and 72 nodes are no faster at 512, and slower at 2048).
+    """
+    if not takes(SHAPES["n4"], heads) or context > MIDDLE:
+        return None
+    if context <= SHORT and 4 <= tokens <= 22:
+        return "n2" if tokens <= 10 else "n4"
+    whole = tokens * heads // 32
+    turns = -(-whole // 132)
+    return "n4" if whole >= 0.7 * 132 * turns else None
+
+
 def choose(rows: int, nodes: int, heads: int, context: int, arch: str) -> str:
     """Return the name of the shape for a bucket's capacities, as measured on one H200: larger blocks as lines and keys grow."""
     lines, law = nodes * heads, law_for(heads)
     work = rows * lines * context
     fits = rows * lines * law.pieces(context, law.unit) * 2056 <= MOST_BYTES
     if COLUMNS and arch in HOPPER and heads % 8 == 0:
+        nodes_form = choose_nodes(rows * nodes, heads, context)
+        if nodes_form is not None:
+            return nodes_form
         if not fits:
             return "d4"
         return "c1" if lines == 8 or (lines <= 64 and rows <= 8 and context <= 65536) else "c9"
@@ -210,14 +276,23 @@ def fold_columns(lines: int) -> int:
     return 32 if lines <= 16 else 64 if lines <= 64 else 128 if lines <= 128 else 0
 
 
+def _multiple(shape: Form) -> int:
+    return shape.lines * shape.together if isinstance(shape, Nodes) else 8 if shape.columns else 1
+
+
+def takes(shape: Form, heads: int) -> bool:
+    """Whether the shape is for so many heads."""
+    return heads % _multiple(shape) == 0
+
+
 def shape_for(rows: int, nodes: int, heads: int, context: int, latent: int, arch: str, name: str | None = None) -> Form:
     """Return the shape of a bucket: the one named, else `choose`'s; there is but one for narrow latents. Raises ConfigError for a
     number of heads that the one named does not take."""
     if latent != 512:
         return NARROW
     shape = SHAPES[choose(rows, nodes, heads, context, arch) if name is None else name]
-    if shape.columns and heads % 8:
-        raise ConfigError(f"attention shape {name} with {heads} heads; it takes multiples of 8")
+    if not takes(shape, heads):
+        raise ConfigError(f"attention shape {name} with {heads} heads; it takes multiples of {_multiple(shape)}")
     return shape
 
 
@@ -226,6 +301,11 @@ def need(
     partial_bytes: int = PARTIAL_BYTES,
 ) -> Need:  # fmt: skip
     """Return what an MlaAttention of this bucket uses. Raises ConfigError for partial results beyond `partial_bytes`."""
+    if isinstance(shape, Nodes):
+        jobs = tokens * heads // shape.lines + MOST_RUNS
+        law = law_for(heads) if law is None else law
+        cut = min(tokens * heads * law.pieces(context, law.unit), MOST_CUT)
+        return Need(tokens, cut + shape.slots * shape.lines, jobs)
     lines, law = nodes * heads, law_for(heads) if law is None else law
     spans = max(1, law.pieces(context, law.unit * law.per if shape.walk else law.unit))
     per_partial = latent * 4 + 8

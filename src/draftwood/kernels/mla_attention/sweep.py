@@ -20,7 +20,7 @@ import torch
 from draftwood.errors import ConfigError
 from draftwood.kernels import jit
 from draftwood.kernels.case import read_peak, time_graph
-from draftwood.kernels.mla_attention import bench, op, scenario
+from draftwood.kernels.mla_attention import bench, op, scenario, sizes
 from draftwood.kernels.mla_attention.scenario import attend, reference, same
 from draftwood.kernels.sweep import Sweep, supervise
 
@@ -37,6 +37,8 @@ CHECKED = [(8, 2500, 9, "near"), (64, 2049, 33, "wide"), (64, 63, 65, "chain"), 
 
 def near_best(shape: op.Form, lines: int, rows: int) -> bool:
     """Whether the shape can be near the best for so many lines of each row."""
+    if isinstance(shape, op.Nodes):
+        return rows * lines >= 16 * shape.lines
     if shape.columns:
         return lines <= 16 * shape.lines if shape.walk else (lines <= 16) == (shape.lines == 8)
     wasted = shape.lines >= 2 * max(lines, 16) or shape.shared_bytes(576) <= jit.SHARED_LIMIT["sm_120a"]
@@ -46,7 +48,8 @@ def near_best(shape: op.Form, lines: int, rows: int) -> bool:
 def candidates(heads: int, nodes: int, context: int, rows: int) -> list[tuple[str, op.Law]]:
     """Shapes that can be near the best with the law that holds, columns first; then columns with other laws."""
     lines, law = heads * nodes, op.law_for(heads)
-    names = sorted((n for n, s in op.SHAPES.items() if near_best(s, lines, rows)), key=lambda n: not op.SHAPES[n].columns)
+    known = {n: s for n, s in op.SHAPES.items() if sizes.takes(s, heads) and near_best(s, lines, rows)}
+    names = sorted(known, key=lambda n: not known[n].columns)
     found = [(name, law) for name in names]
     if context > 2048:
         found += [(name, other) for other in OTHER_LAWS[law] for name in names if op.SHAPES[name].columns]
@@ -62,6 +65,7 @@ def sources(arch: str) -> list[jit.Source]:
             if op.fits(shape, arch, 576) and (holds or shape.columns):
                 more = given | {"COLUMNS": int(shape.columns)}
                 one = [jit.Source(op.FOLDER / "plan.cu", "mla_plan", more)]
+                one += [jit.Source(op.FOLDER / "nodes_plan.cu", "mla_plan_nodes", more)] if shape.columns else []
                 one += [jit.Source(op.FOLDER / "combine.cu", "mla_combine", more | {"FOLDED": cols}) for cols in (0, 32, 64, 128)]
                 one.append(jit.Source(op.FOLDER / shape.file, "mla_attend", shape.macros(512, 64, law)))
                 found |= {f"{s.file}{s.label()}": s for s in one}
@@ -85,7 +89,7 @@ def check(sweep: Sweep, device: torch.device, arch: str) -> None:
         line: dict[str, Any] = {}
         for name, shape in op.SHAPES.items():
             key = f"check {heads} {length} {count} {name}"
-            if not op.fits(shape, arch, 576) or not sweep.start(name, key):
+            if not (op.fits(shape, arch, 576) and sizes.takes(shape, heads) and sweep.start(name, key)):
                 continue
             outs = [attend(step, name, parts) for parts in (op.PARTIAL_BYTES, 0) if shape.walk or parts]
             alone = attend(scenario.alone(step, 0, count - 1), name)
@@ -122,7 +126,7 @@ def times(sweep: Sweep, device: torch.device, arch: str) -> None:
             took: dict[str, Any] = {"attend_us": round(time_graph(case.partials, len(case.tables), 5), 2)}
             took["plan_us"] = round(time_graph(case.plan, 1, 5), 2)
             took["combine_us"] = {}
-            for cols in (0, 32, 64, 128):
+            for cols in (0,) if case.op.spare else (0, 32, 64, 128):
                 case.op.fold_with(cols)
                 took["combine_us"][cols] = round(time_graph(case.fold, len(case.tables), 5), 2)
             sweep.say(best=best[1], us=round(best[0], 2), **took)

@@ -103,9 +103,10 @@ def test_a_bucket_beyond_the_kernels_is_one_line(rows: int, nodes: int, said: st
         op.MlaAttention(rows, nodes, 8, 1024, SCALE, torch.device("cuda", 0))
 
 
-def test_forms_with_lines_as_columns_refuse_heads_that_are_no_eights() -> None:
-    with pytest.raises(ConfigError, match="with 4 heads; it takes multiples of 8"):
-        sizes.shape_for(1, 1, 4, 1024, 512, "sm_90a", "c1")
+@pytest.mark.parametrize(("name", "heads", "multiple"), [("c1", 4, 8), ("n4", 8, 64)])
+def test_forms_with_lines_as_columns_refuse_heads_that_do_not_fill_them(name: str, heads: int, multiple: int) -> None:
+    with pytest.raises(ConfigError, match=f"with {heads} heads; it takes multiples of {multiple}"):
+        sizes.shape_for(1, 1, heads, 1024, 512, "sm_90a", name)
 
 
 class Recorder:
@@ -139,19 +140,22 @@ def test_launches_match_the_signatures(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(op, "_load", lambda file, entry, macros, device, shared: Recorder(file, entry, shared))
     monkeypatch.setattr(Recorder, "launched", [])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    step = make([300, 5], [5, 3], 8)
-    attend(step, name)
-    assert [entry for entry, _, _ in Recorder.launched] == ["mla_plan", "mla_attend", "mla_combine"]
-    assert Recorder.launched[1][2] == op.SHAPES[name].threads(512) and Recorder.launched[2][1:] == (2 * 5 * 8 * 4, 256)
+    nodes = isinstance(op.SHAPES[name], sizes.Nodes)
+    attend(make([300, 5], [5, 3], 64 if nodes else 8), name)
+    plan, fold = ("mla_plan_nodes", (160, 128)) if nodes else ("mla_plan", (2 * 5 * 8 * 4, 256))
+    assert [entry for entry, _, _ in Recorder.launched] == [plan, "mla_attend", "mla_combine"]
+    assert Recorder.launched[1][2] == op.SHAPES[name].threads(512) and Recorder.launched[2][1:] == fold
 
 
 # ------------------------------------------------------------------------------------------------- emulation
 
 
 def _emulator(folder: Path, shape: op.Form, latent: int, rope: int, cols: int = 0) -> Path:
-    binary = folder / f"emulator_{shape.lines}_{cols}"
+    nodes = isinstance(shape, sizes.Nodes)
+    binary = folder / f"emulator_{shape.lines}_{cols}_{nodes}"
     span = SMALL.unit * (SMALL.per if shape.walk else 1)
     macros = shape.macros(latent, rope, SMALL) | {"FOLDED": cols, "LINES": shape.lines, "SPAN": span}
+    macros |= {"NODES": 1, "TOGETHER": 1} if nodes else {}
     flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-w", "-DEMULATION", *(f"-D{k}={v}" for k, v in macros.items())]
     subprocess.run(["g++", *flags, "-o", str(binary), str(op.FOLDER / "emulation" / "main.cpp")], check=True)
     return binary
@@ -202,6 +206,22 @@ def test_emulated_lines_as_columns_have_the_same_bits_in_every_form(tmp_path: Pa
 
 
 @needs_compiler
+def test_emulated_nodes_have_the_bits_of_columns_whole_and_cut(tmp_path: Path) -> None:
+    columns = op.SHAPES["c9"]
+    other = _emulator(tmp_path, columns, 512, 64, 64)
+    for name, cut in (("n4", [600]), ("n2", [600]), ("n4", [130, 0, 62])):  # one row is cut; many nodes are jobs enough
+        shape = op.SHAPES[name]
+        step = make(cut, [1] if len(cut) == 1 else [3, 1, 5], 32, kind="chain")
+        binary, some = _emulator(tmp_path, shape, 512, 64), live(step)
+        got = _emulate(binary, shape, step)
+        assert error(got[some], reference(step)[some]) < 1e-2
+        assert same(got[some], _emulate(other, columns, step)[some])
+        assert same(got[some], _emulate(binary, shape, step, DEFER="1", FROM_LAST="1")[some])
+        dead = sorted(set(range(len(got))) - set(some.tolist()))
+        assert bool((got[dead].view(torch.int16) == 0x7FFF).all()), "only live nodes are written"
+
+
+@needs_compiler
 @pytest.mark.parametrize("name", ["g1s", "d4"])
 def test_emulated_walk_over_whole_rows_gives_the_bits_of_groups(tmp_path: Path, name: str) -> None:
     shape = op.SHAPES[name]
@@ -210,13 +230,15 @@ def test_emulated_walk_over_whole_rows_gives_the_bits_of_groups(tmp_path: Path, 
 
 
 @needs_compiler
-@pytest.mark.parametrize("law", [sizes.FEW, sizes.MANY, SMALL])
-def test_emulated_plans_give_every_key_of_every_line_to_one_job(tmp_path: Path, law: op.Law) -> None:
+@pytest.mark.parametrize(
+    ("name", "law"),
+    [("cover", sizes.FEW), ("cover", sizes.MANY), ("cover", SMALL), ("cover_nodes", sizes.MANY), ("cover_nodes", SMALL)],
+)
+def test_emulated_plans_give_every_key_of_every_line_to_one_job(tmp_path: Path, name: str, law: op.Law) -> None:
     macros = op.sizes(512, 64, law) | {"COLUMNS": int(law == sizes.FEW)}
     flags = ["-O2", "-std=c++17", "-w", "-DEMULATION", *(f"-D{k}={v}" for k, v in macros.items())]
-    binary = tmp_path / "cover"
-    subprocess.run(["g++", *flags, "-o", str(binary), str(op.FOLDER / "emulation" / "cover.cpp")], check=True)
-    done = subprocess.run([str(binary), "1", "25"], capture_output=True, text=True, check=False)
+    subprocess.run(["g++", *flags, "-o", str(tmp_path / name), str(op.FOLDER / "emulation" / f"{name}.cpp")], check=True)
+    done = subprocess.run([str(tmp_path / name), "1", "25"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
@@ -264,9 +286,14 @@ def test_warpgroup_products_on_the_device_are_those_of_the_emulation() -> None:
     _check_probe(a, b, along.cpu(), across.cpu(), turned.cpu())
 
 
-def _shapes() -> list[str]:
+def _shapes(heads: int = 64) -> list[str]:
     arch = jit.arch_of(torch.cuda.get_device_capability())
-    return [name for name, shape in op.SHAPES.items() if op.fits(shape, arch, 576)]
+    return [n for n, s in op.SHAPES.items() if op.fits(s, arch, 576) and sizes.takes(s, heads)]
+
+
+def _heads(name: str | None) -> int:
+    """So few that the shape takes them."""
+    return 8 if name is None or sizes.takes(op.SHAPES[name], 8) else 64
 
 
 def _skip_without(name: str) -> None:
@@ -287,14 +314,16 @@ def test_every_shape_has_the_same_bits_and_they_are_near_float64(heads: int) -> 
                 {op.SHAPES[name].columns: attend(step, name) for name in ("u1s", "c9") if name in _shapes()},
             )
             worst = max(worst, *(error(out, want) for out in first.values()))
-            for name in _shapes():
+            for name in _shapes(heads):
                 assert same(attend(step, name), first[op.SHAPES[name].columns]), f"{name} at {start} + {nodes} {kind}"
     assert worst < 6e-3
 
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize(("heads", "tree", "node_alone"), [(8, None, None), (64, None, None), (8, "c9", "c1"), (64, "c9", "c9")])
+@pytest.mark.parametrize(
+    ("heads", "tree", "node_alone"), [(8, None, None), (64, None, None), (8, "c9", "c1"), (64, "c9", "c9"), (64, "n4", "c9")]
+)
 def test_a_node_has_the_bits_of_the_same_token_decoded_alone(heads: int, tree: str | None, node_alone: str | None) -> None:
     _skip_without(tree or "u1s")
     checked = 0
@@ -312,11 +341,11 @@ def test_a_node_has_the_bits_of_the_same_token_decoded_alone(heads: int, tree: s
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("shape", [None, "c9", "d4"])
+@pytest.mark.parametrize("shape", [None, "c9", "d4", "n4"])
 @pytest.mark.parametrize("nodes", EDGES)
 def test_edge_sizes(nodes: int, shape: str | None) -> None:
     _skip_without(shape or "u1s")
-    step = make([700], [nodes], 8, cuda(), seed=nodes)
+    step = make([700], [nodes], _heads(shape), cuda(), seed=nodes)
     got = attend(step, shape)
     assert error(got, reference(step)) < 6e-3
     assert same(attend(alone(step, 0, nodes - 1), shape)[0], got[nodes - 1])
@@ -324,11 +353,11 @@ def test_edge_sizes(nodes: int, shape: str | None) -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("shape", ["u1", "g1", "g4", "c9", "d4"])
+@pytest.mark.parametrize("shape", ["u1", "g1", "g4", "c9", "d4", "n4", "n2"])
 def test_a_row_does_not_depend_on_other_rows_their_number_its_slot_or_pages(shape: str) -> None:
     _skip_without(shape)
     lengths, counts = [0, 3000, 65, 1, 512, 2047, 900], [9, 3, 0, 33, 1, 17, 9]
-    step = make(lengths, counts, 8, cuda(), seed=5, nodes=33)
+    step = make(lengths, counts, _heads(shape), cuda(), seed=5, nodes=33)
     got = attend(step, shape)
     assert same(attend(step, shape, partial_bytes=0) if op.SHAPES[shape].walk else got, got)
     assert torch.isnan(got).flatten(1).any(1).sum() == len(got) - sum(counts), "only live nodes are written"
@@ -340,7 +369,7 @@ def test_a_row_does_not_depend_on_other_rows_their_number_its_slot_or_pages(shap
             step.q[t : t + n].contiguous(), step.q_pe[t : t + n].contiguous(), cache, table, *ints,
             step.masks[t : t + n].contiguous(), [step.prefixes[row]], [step.latents[row]], [step.paths[row]],
         )  # fmt: skip
-        assert same(attend(own, {"c9": "d4", "d4": "c9"}.get(shape, "u1s")), got[t : t + n]), f"row {row}"
+        assert same(attend(own, {"c9": "d4", "d4": "c9", "n4": "c9", "n2": "n4"}.get(shape, "u1s")), got[t : t + n]), f"row {row}"
 
 
 @gpu
@@ -365,12 +394,12 @@ def test_pages_beyond_two_to_the_31_elements() -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("shape", ["u1", "g2", "c9", "d4"])
+@pytest.mark.parametrize("shape", ["u1", "g2", "c9", "d4", "n4"])
 def test_a_thousand_replays_have_the_same_bits_and_follow_new_lengths(shape: str) -> None:
     _skip_without(shape)
-    step = make([1500, 900], [9, 5], 8, cuda(), nodes=9)
+    step = make([1500, 900], [9, 5], _heads(shape), cuda(), nodes=9)
     lengths, counts = step.lengths.clone(), step.counts.clone()
-    one = op.MlaAttention(2, 9, 8, 4096, SCALE, cuda(), shape=shape)
+    one = op.MlaAttention(2, 9, _heads(shape), 4096, SCALE, cuda(), shape=shape)
     out = torch.full_like(step.q, float("nan"))
 
     def launch() -> None:
@@ -391,7 +420,7 @@ def test_a_thousand_replays_have_the_same_bits_and_follow_new_lengths(shape: str
         differ += (out.view(torch.int16) != first.view(torch.int16)).sum()
     assert int(differ) == 0 and same(first, attend(step, shape))
     lengths[1], counts[0] = 0, 0
-    other = make([1500, 0], [0, 5], 8, cuda(), nodes=9)
+    other = make([1500, 0], [0, 5], _heads(shape), cuda(), nodes=9)
     other.q, other.q_pe, other.cache, other.table, other.masks = step.q, step.q_pe, step.cache, step.table, step.masks
     out.fill_(float("nan"))
     step.cache[scenario_slots(step, 1, 5)] = 1.0

@@ -50,9 +50,11 @@ __device__ __forceinline__ void stmatrix2_trans(u32 at, u32 a, u32 b) {
 // One step of D += A B, D 64 x 8 E (D = A B if not `add`). A is across rows or along them, B along rows. Lane (g, q) of warp w of
 // the four has of column tile j: d[4j], d[4j+1] row 16w + g, columns 8j + 2q, 8j + 2q + 1; d[4j+2], d[4j+3] the same of row 16w + g + 8.
 template <int E, bool ACROSS> __device__ __forceinline__ void product(float (&d)[E * 4], u64 a, u64 b, bool add) {
-  static_assert(E == 1 || E == 4 || E == 5 || E == 9, "the widths that are used");
+  static_assert(E == 1 || E == 2 || E == 4 || E == 5 || E == 9, "the widths that are used");
   if constexpr (E == 1)
     PRODUCT("8", "%0,%1,%2,%3", "%4", "%5", "%6", "%7", D4(0));
+  else if constexpr (E == 2)
+    PRODUCT("16", "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9", "%10", "%11", D4(0), D4(4));
   else if constexpr (E == 4)
     PRODUCT("32", "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", "%19", D4(0), D4(4), D4(8), D4(12));
   else if constexpr (E == 5)

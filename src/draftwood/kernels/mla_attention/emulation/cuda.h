@@ -64,6 +64,8 @@ inline u32 atomicAdd(u32* p, u32 v) { const u32 old = *p; *p += v; return old; }
 inline int __clz(int v) { return v ? __builtin_clz((u32)v) : 32; }
 inline int __popcll(u64 v) { return __builtin_popcountll(v); }
 template <class T> inline T __ldcs(const T* p) { return *p; }
+template <class T> inline T load_new(const T* p) { return *p; }
+template <class T> inline T load_all_new(const T* p) { return *p; }
 
 constexpr int SHARED_LIMIT = 232448;
 alignas(128) static unsigned char raw[SHARED_LIMIT];

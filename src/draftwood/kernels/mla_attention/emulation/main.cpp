@@ -2,10 +2,16 @@
 // Compiled by the test with EMULATION and the macros of a variant.
 #include "../layout.cuh"
 namespace planning {
+#if NODES
+#include "../nodes_plan.cu"
+#else
 #include "../plan.cu"
+#endif
 }
 namespace attending {
-#if COLUMNS
+#if NODES
+#include "../nodes.cu"
+#elif COLUMNS
 #include "../columns.cu"
 #else
 #include "../attend.cu"
@@ -40,6 +46,21 @@ int main(int, char** argv) {
   std::vector<float> o((size_t)parts * LATENT, NAN), own_o((size_t)tokens * 2 * heads * LATENT, NAN);
   std::vector<float2> ml(parts, {NAN, NAN}), own_ml((size_t)tokens * 2 * heads, {NAN, NAN});
   std::vector<bf16> out((size_t)tokens * heads * LATENT, bf16{0x7fff});
+#if NODES
+  run_grid({2, 1, 1}, {planning::THREADS, 1, 1}, [&] {
+    planning::mla_plan_nodes(lengths.data(), 1, counts.data(), 1, starts.data(), 1, rows, heads, LINES, blocks, parts, jobs, list.data(), &head, live.data());
+  });
+  std::vector<float> spare((size_t)blocks * LINES * LATENT, NAN);
+  attending::Map map{{(u64)cache.data()}};
+  run_grid({min(blocks, head.jobs), 1, 1}, {attending::THREADS, 1, 1}, [&] {
+    attending::mla_attend(map, q.data(), q_pe.data(), ROPE, cache.data(), table.data(), pages, masks.data(), words, heads, scale[0], list.data(), &head,
+                          spare.data(), o.data(), ml.data(), own_o.data(), own_ml.data(), out.data());
+  });
+  run_grid({4, 1, 1}, {combining::THREADS, 1, 1}, [&] {
+    combining::mla_combine(&head, live.data(), tokens, masks.data(), words, heads, o.data(), ml.data(), own_o.data(), own_ml.data(), out.data());
+  });
+  if (getenv("TELL")) fprintf(stderr, "jobs %d, folded nodes %d of %d\n", head.jobs, head.live, tokens);
+#else
   run_grid({2, 1, 1}, {planning::THREADS, 1, 1}, [&] {
     planning::mla_plan(lengths.data(), 1, counts.data(), 1, starts.data(), 1, rows, heads, LINES, SPAN, blocks, parts,
                        jobs, list.data(), &head, live.data());
@@ -54,6 +75,7 @@ int main(int, char** argv) {
   run_grid(grid, {combining::THREADS, 1, 1}, [&] {
     combining::mla_combine(&head, live.data(), tokens, masks.data(), words, heads, o.data(), ml.data(), own_o.data(), own_ml.data(), out.data());
   });
+#endif
   file = fopen(argv[2], "wb");
   fwrite(out.data(), sizeof(bf16), out.size(), file);
   fclose(file);
