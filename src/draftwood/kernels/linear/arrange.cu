@@ -1,11 +1,11 @@
-// x in the order in which the tensor cores of sm_90 read it from shared memory, for kernels that take it by the copy engine: a copy of
-// 8 tokens x 64 values is 1024 bytes in a row, so any number of tokens of a K64 step is one copy.
+// x in the order in which the tensor cores of sm_90 read it from shared memory, for kernels that take it by the copy engine: a
+// copy of 8 tokens x 64 values is 1024 bytes in a row, so any number of tokens of a K64 step is one copy.
 #include "fold.cuh"
 
-// To: [heads][T = ceil(K/64)][tokens, a multiple of 8][128 B]: chunk c = 4b + w of a token (w = 0..3) holds word w of x[32b + 8q .. +7]
-// for q = 0..3 and lies at place c ^ (token & 7); zeros past K. A warp makes 8 tokens of a step; lane (g, q) reads 16 bytes of token g
-// for b = 0, 1, and four lanes exchange words, so that each writes 16 bytes.
-// Grid: (ceil(n / 8), ceil(T / STEPS / 8), heads), 256 threads. Rows beyond the count are not written.
+// To: [heads][T = ceil(K/64)][tokens, a multiple of 8][128 B]: chunk c = 4b + w of a token (w = 0..3) holds word w of x[32b + 8q
+// .. +7] for q = 0..3 and lies at place c ^ (token & 7); zeros past K. A warp makes 8 tokens of a step; lane (g, q) reads 16 bytes
+// of token g for b = 0, 1, and four lanes exchange words, so that each writes 16 bytes. Grid: (ceil(n / 8), ceil(T / STEPS / 8),
+// heads), 256 threads. Rows beyond the count are not written.
 #ifndef STEPS
 #define STEPS 2          // K64 steps of a warp
 #endif

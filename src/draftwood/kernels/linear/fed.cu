@@ -1,8 +1,8 @@
-// Linear for many tokens by the warp-group products of sm_90, fed by a producer: a block takes 64 * GROUPS rows of weights by 8 * TILES
-// tokens and all of K; its segments follow each other and are added up in registers, so nothing is folded. One group of warps
-// copies, the others multiply; barriers in shared memory say which slot of the ring is full and which is empty, and no barrier
-// of the block stands in the loop. Blocks of a cluster share what they have in common: weights ALONG the tokens, tokens ACROSS the rows.
-// Blocks stay and take one tile after another: while results are stored, the next tile's copies are on their way.
+// Linear for many tokens by the warp-group products of sm_90, fed by a producer: a block takes 64 * GROUPS rows of weights by 8 *
+// TILES tokens and all of K; its segments follow each other and are added up in registers, so nothing is folded. One group of
+// warps copies, the others multiply; barriers in shared memory say which slot of the ring is full and which is empty, and no
+// barrier of the block stands in the loop. Blocks of a cluster share what they have in common: weights ALONG the tokens, tokens
+// ACROSS the rows. Blocks stay and take one tile after another: while results are stored, the next tile's copies are on their way.
 // See fold.cuh for the law and the layouts, arrange.cu for x.
 #include "fold.cuh"
 #include "../warpgroup.cuh"
@@ -49,7 +49,8 @@ struct Tile {            // of the grid of tiles: a block's rows and tokens
 // The cluster's `id`-th tiles: those of the same rows follow each other.
 struct Tiles {
   int along, across, wide, high, groups, count;
-  __device__ __forceinline__ Tiles(int n, int groups, int heads, int along, int across) : along(along), across(across), groups(groups) {
+  __device__ __forceinline__ Tiles(int n, int groups, int heads, int along, int across)
+      : along(along), across(across), groups(groups) {
     wide = (n + 8 * TILES * ALONG - 1) / (8 * TILES * ALONG);
     high = (groups + ACROSS - 1) / ACROSS;
     count = wide * high * heads;
@@ -66,9 +67,9 @@ struct Ring {
 };
 
 // A warp's results, row row0 + ... of the token at `first` + ..., where they go. d[t]: rows g, g + 8, tokens 8t + 2q, 8t + 2q + 1.
-// No branches: the chains of all tiles run side by side (one after another they took as long as eight steps).
+// No branches: the chains of all tiles run side by side (w_uk of 576 rows took a sixth longer with them).
 __device__ __forceinline__ void store(const float (&d)[TILES][4], const Output& out, int row0, int first, int n) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, left = n - first - g;        // tokens from the lane's first one on
+  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, left = n - first - g;   // tokens from the lane's own
   const long long stride = out.stride;
   if (GLU) {             // rows g are gates, rows g + 8 their ups
     bf16* y = (bf16*)out.y + (first + g) * stride + row0 / 2 + 2 * q;
@@ -109,17 +110,18 @@ __device__ __forceinline__ void store(const float (&d)[TILES][4], const Output& 
 }
 
 // Grid: clusters of ALONG * ACROSS blocks, as many as there are tiles or run at once. Arguments as linear_wide's and the heads;
-// groups = ceil(N / 16 / BLOCK). ARRANGED: x_stride = tokens of X, a multiple of 8 TILES ALONG. y's rows start on 8 bytes.
-// Shared memory: DEPTH * (SLOT + 16) bytes. A slot: x, then weights. `full`: its bytes are there (and x, by those who put it in order);
-// `empty`: all warps that multiply, of every block that copies here or is copied to, have read it. Weights of the first tile are asked
-// for before anything else; if the device's count of rows leaves no tokens for that tile, its first DEPTH steps are skipped over.
+// groups = ceil(N / 16 / BLOCK). ARRANGED: x_stride = tokens of X, a multiple of 8 TILES ALONG. y's rows start on 8 bytes. Shared
+// memory: DEPTH * (SLOT + 16) bytes. A slot: x, then weights. `full`: its bytes are there (and x, by those who put it in order);
+// `empty`: all warps that multiply, of every block that copies here or is copied to, have read it. Weights of the first tile are
+// asked for before anything else; if the device's count of rows leaves no tokens for that tile, its first DEPTH steps are skipped
+// over.
 extern "C" __global__ void TOGETHER_SHAPE __launch_bounds__(128 * (GROUPS + 1), 1)
 linear_fed(const unsigned char* W, const bf16* X, void* Y, const bf16* residual, const int* rows, int n, int N, int K,
            int groups, long long x_stride, long long x_head, long long y_stride, long long y_head, int wide, int heads) {
   DYNAMIC_SHARED(unsigned char, smem);
   const u32 base = shared_address(smem), full = base + DEPTH * SLOT, empty = full + 8 * DEPTH;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, T = (K + 63) >> 6, tiles = N >> 4;
-  const int along = blockIdx.x % SAME_ROWS, across = blockIdx.x / SAME_ROWS % SAME_TOKENS;         // (0, 0) in emulation: nobody shares
+  const int along = blockIdx.x % SAME_ROWS, across = blockIdx.x / SAME_ROWS % SAME_TOKENS;   // (0, 0) in emulation
   const int begin = blockIdx.x / (ALONG * ACROSS), stride = gridDim.x / (ALONG * ACROSS);
   const Tiles all(n, groups, heads, blockIdx.x % ALONG, blockIdx.x / ALONG % ACROSS);
   const int ahead = begin < all.count ? min(DEPTH, T) : 0;                   // steps whose weights are asked for before the wait
@@ -305,7 +307,8 @@ linear_fed(const unsigned char* W, const bf16* X, void* Y, const bf16* residual,
             for (int i = 0; i < 4; i++) total[t][i] = s == 0 ? acc[t][i] : add_rn(total[t][i], acc[t][i]);
       }
       const long long y0 = tile.head * y_head;
-      const Output out = {wide ? (void*)((float*)Y + y0) : (void*)((bf16*)Y + y0), residual ? residual + y0 : nullptr, y_stride, wide != 0};
+      void* const y = wide ? (void*)((float*)Y + y0) : (void*)((bf16*)Y + y0);
+      const Output out = {y, residual ? residual + y0 : nullptr, y_stride, wide != 0};
       if (on) {
         if (SEGMENTS > 1) store(total, out, row_tile * 16, tile.first, n);
         else store(acc, out, row_tile * 16, tile.first, n);

@@ -101,7 +101,8 @@ struct Peers {
     if (on) asm volatile("mbarrier.arrive.shared::cluster.b64 _,[%0];" ::"r"(at + 8 * slot) : "memory");
   }
 };
-// To this place of every block of the cluster whose bit is in `mask`, and it tells each one's barrier. 16 divides addresses and bytes.
+// To this place of every block of the cluster whose bit is in `mask`, and it tells each one's barrier. 16 divides addresses and
+// bytes.
 __device__ __forceinline__ void bulk_copy(u32 to, const void* from, int bytes, u32 barrier, u32 mask) {
   if (mask & (mask - 1))
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0],[%1],%2,[%3],%4;"
