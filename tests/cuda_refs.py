@@ -24,8 +24,8 @@ from draftwood.kernels.draft_attention import op as draft_op
 from draftwood.kernels.draft_attention import ref as draft_ref
 from draftwood.kernels.kv_commit import op as commit_op
 from draftwood.kernels.linear import op as linear_op
+from draftwood.kernels.linear import plan as linear_plan
 from draftwood.kernels.linear import ref as linear_ref
-from draftwood.kernels.linear.plan import STREAM_ROWS
 from draftwood.kernels.mla_attention import op as attention_op
 from draftwood.kernels.mla_attention import ref as attention_ref
 from draftwood.kernels.moe_int4 import op as moe_op
@@ -84,11 +84,11 @@ class Refs:
     def linear(
         self, x: Tensor, weight: linear_op.Weight, out: Tensor | None = None, residual: Tensor | None = None,
         rows: Tensor | None = None, dtype: torch.dtype = BF16, form: object = None,
-        norm: tuple[Tensor, float] | None = None, early: bool = False,
+        norm: tuple[Tensor, float] | None = None, early: bool = False, scratch: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         shape, n = weight.shape, x.shape[0]
         if norm is not None:
-            linear_op._check_norm(norm[0], shape, n <= STREAM_ROWS)
+            linear_op._check_norm(norm[0], shape, n <= linear_plan.STREAM_ROWS)
             x = x.where(torch.arange(n)[:, None] < _live(rows, n), 0)
             x = norm_ref.rms_norm(x, *norm)
         outputs = shape.outputs // 2 if shape.glu else shape.outputs
@@ -96,6 +96,9 @@ class Refs:
         out = torch.empty(wanted, dtype=dtype) if out is None else out
         linear_op._check(x, shape, out, wanted, residual, rows)
         self.calls.add("linear")
+        if ordered := linear_plan.arranged_values(shape, n):
+            assert scratch is not None and scratch.numel() >= ordered, "a model's products must not allocate"
+            self.calls.add("inputs in order")
         live = _live(rows, n)
         dense = self._unpacked(weight, lambda: linear_ref.unpack(weight.data, shape.inputs).double())
         if x.dim() == 3:
@@ -169,7 +172,8 @@ class Refs:
     ) -> None:  # fmt: skip
         n = x.shape[0] if rows is None else rows
         moe_op.Call(x, weights, lists, live, shared, out, work, plan, n).check()
-        self.calls.add("moe_int4", 2 if moe_op.HOPPER[plan.down].sums else 3)
+        crew = moe_op.HOPPER[plan.gate_up].file == "crew"
+        self.calls.add("moe_int4", (2 if moe_op.HOPPER[plan.down].sums else 3) + crew)
         count = _live(live, n)
         dense = self._unpacked(weights, dict)
 

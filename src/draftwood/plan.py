@@ -361,13 +361,13 @@ class _Planner:
             per_token = costs.drafter_kv_bytes_per_token(drafter, self.itemsize, layout)
             parts.append(("draft windows", rows * window * per_token))
             own = work.DraftSizes(drafter, layout, target.vocab)
-            space += costs.total(work.draft_workspace_bytes(own, sizes.all_draft_buckets(window)))
+            space += costs.total(work.draft_workspace_bytes(own, sizes.all_draft_buckets(window), arch))
             kept = per_token // 2 if self.options.enable_prefix_caching else 0
         parts.append(("workspace", space))
         parts += keys.step_memory(sizes, rows, config.vocab_size, kept)
         # A built-in shape has no words, so no grammars either.
         masks = self.checkpoint.folder is not None
-        parts.append(("graphs", keys.graph_bytes(sizes, target, own, window, masks, kept > 0)))
+        parts.append(("graphs", keys.graph_bytes(sizes, target, own, window, masks, kept > 0, arch)))
         return tuple(parts)
 
     def _fixed(self, drafter: DrafterConfig | None, block: int, window: int, budget: int, rows: int, context: int) -> costs.Table:

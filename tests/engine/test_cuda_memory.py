@@ -82,8 +82,8 @@ def test_graphs_of_steps_with_grammars_and_of_the_prefix_cache_are_in_the_plan()
         target = work.Sizes(checkpoint.config, layout, len(checkpoint.drafter.taps))
         own = work.DraftSizes(checkpoint.drafter, layout, target.vocab)
         kept = made.options.enable_prefix_caching
-        assert dict(made.memory)["graphs"] == keys.graph_bytes(sizes, target, own, made.window, True, kept)
-        return [keys.graph_bytes(sizes, target, own, made.window, masks, kept) for masks in (False, True)]
+        assert dict(made.memory)["graphs"] == keys.graph_bytes(sizes, target, own, made.window, True, kept, "sm_90a")
+        return [keys.graph_bytes(sizes, target, own, made.window, masks, kept, "sm_90a") for masks in (False, True)]
 
     plain, formed = graphs()
     least = 2 * keys.SEGMENT_BYTES

@@ -43,7 +43,7 @@ SMALL = {
 }
 """By kernel: what `pytest -k` selects. Small, for racecheck makes a kernel a hundred times as slow, and under memcheck every tensor
 of a reference takes a millisecond."""
-UNREACHED = {"moe_int4": ("gate_up_group", "down_group")}
+UNREACHED = {"moe_int4": ("arrange", "gate_up_crew", "down_crew")}
 """By kernel: entries that no small test launches (here: jobs of more than 128 rows of whole experts)."""
 SUMMARY = re.compile(r"(ERROR SUMMARY: \d+ errors?|RACECHECK SUMMARY: .*)")
 LAUNCHED = "launched by entry: "

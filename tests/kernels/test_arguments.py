@@ -28,7 +28,7 @@ def test_a_tensor_becomes_its_address() -> None:
 @pytest.mark.parametrize("change", ["missing", "one more", "too narrow"])
 def test_a_launch_whose_arguments_are_not_the_kernels_is_refused_where_it_is_emulated(change: str) -> None:
     """On a GPU the driver would read what lies behind them."""
-    form = next(iter(plan.all_forms(next(iter(op._MACHINES.values())))))
+    form = next(iter(plan.all_forms(next(iter(plan.MACHINES.values())))))
     kernel = Emulated(op.source(form))
     of_size = {4: np.int32(0), 8: np.int64(0)}
     args = [of_size[size] for size in kernel.sizes]

@@ -87,7 +87,7 @@ def test_a_forward_s_launches_fit_their_kernels(recorded: Counter[str], bucket: 
     forward = target.bind(bucket)
     recorded.clear()
     step.run(forward, memory.cache, index)
-    said = dict(work.launches(target.sizes, bucket, chosen))
+    said = dict(work.launches(target.sizes, bucket, "sm_90a", chosen))
     said.pop("router parts", None)
     assert recorded.total() == total(tuple(said.items()))
 
@@ -112,7 +112,7 @@ def test_a_forward_of_k26_fits_its_kernels(
     memory.table = torch.zeros(1, 2, dtype=torch.int32)
     step = Step.make(bucket, [Row(0, 0, [5], chain(1))], memory).to("meta")
     step.run(target.bind(bucket), memory.cache)
-    assert recorded.total() == total(work.launches(target.sizes, bucket)) - 2 * (bucket.tokens > 1024)
+    assert recorded.total() == total(work.launches(target.sizes, bucket, "sm_90a")) - 2 * (bucket.tokens > 1024)
     drafter = CudaDrafter(draft, dummy_drafter(draft, layout, "meta"), layout, comm, target, 4096)
     at = DraftBucket(rows, 8, min(8, 1 + budget), 2048)
     drafter.reserve([at])
@@ -124,7 +124,7 @@ def test_a_forward_of_k26_fits_its_kernels(
     assert target.work is not None
     drafter.bind(at).observe(target.work.taps, path, longs, longs, longs, longs, keys, values, live)
     # On several ranks the head's norm waits for the last layer's sum.
-    assert recorded.total() == total(work.draft_launches(drafter.sizes, at)) - 6 + (world > 1)
+    assert recorded.total() == total(work.draft_launches(drafter.sizes, at, "sm_90a")) - 6 + (world > 1)
 
 
 @pytest.mark.parametrize("capacity", [128, 2048])
@@ -139,4 +139,4 @@ def test_a_draft_s_launches_fit_their_kernels(recorded: Counter[str], capacity: 
     draft.propose(longs, longs, longs, keys, values, live)
     features = torch.zeros(9, 2 * 256, dtype=torch.bfloat16)
     draft.observe(features, torch.zeros(2, 8, dtype=torch.int64), longs, longs, longs + 1, longs, keys, values, live)
-    assert recorded.total() == total(work.draft_launches(drafter.sizes, bucket)) - 6
+    assert recorded.total() == total(work.draft_launches(drafter.sizes, bucket, "sm_90a")) - 6

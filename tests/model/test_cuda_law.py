@@ -352,7 +352,7 @@ def test_a_step_launches_what_the_formula_says(device_pair: Pair, monkeypatch: p
         forward, step = pair.target.bind(bucket), Step.make(bucket, [pair.row(0, 1, 71)], memory)
         count[0] = 0
         step.run(forward, memory.copy().cache)
-        assert count[0] == total(work.launches(pair.target.sizes, bucket))
+        assert count[0] == total(work.launches(pair.target.sizes, bucket, arch(pair.device)))
 
 
 def test_a_workspace_is_what_the_formula_says(device_pair: Pair) -> None:

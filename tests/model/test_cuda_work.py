@@ -68,7 +68,7 @@ def test_workspaces_are_what_the_formulas_say(cuda_refs: Calls) -> None:  # noqa
     drafter = CudaDrafter(NARROW_DRAFT, dummy_drafter(NARROW_DRAFT, Layout(), "cpu"), Layout(), Local(), ours)
     drafts = [DraftBucket(2, 8, 8, 512), DraftBucket(5, 4, 3, 512), DraftBucket(1, 5, 65, 2048)]
     drafter.reserve(drafts)
-    assert held(drafter.work) == total(work.draft_workspace_bytes(drafter.sizes, drafts))
+    assert held(drafter.work) == total(work.draft_workspace_bytes(drafter.sizes, drafts, "sm_90a"))
 
 
 @pytest.mark.parametrize("bucket", [Bucket.of(1, 0, 64), Bucket.of(2, 8, 64), Bucket(3, 60, 60, 2, 64)], ids=str)
@@ -80,7 +80,7 @@ def test_launches_are_what_the_formula_says(cuda_refs: Calls, bucket: Bucket) ->
     forward = ours.bind(bucket)
     cuda_refs.clear()
     Step.make(bucket, [Row(0, 0, [5], chain(1))], memory).run(forward, memory.cache, index)
-    assert dict(cuda_refs.launches) == dict(work.launches(ours.sizes, bucket, chosen))
+    assert dict(cuda_refs.launches) == dict(work.launches(ours.sizes, bucket, "sm_90a", chosen))
 
 
 @pytest.mark.parametrize(("rows", "want"), [(n, "up route down" if n <= 128 else "route up down") for n in (1, 128, 129)])
@@ -125,7 +125,7 @@ def test_draft_launches_are_what_the_formula_says(cuda_refs: Calls) -> None:  # 
         draft.propose(longs, longs, longs, keys, values, live)
         features = torch.zeros(9, 2 * 256, dtype=torch.bfloat16)
         draft.observe(features, torch.zeros(2, 8, dtype=torch.int64), longs, longs, longs + 1, longs, keys, values, live)
-        want = dict(work.draft_launches(drafter.sizes, bucket))
+        want = dict(work.draft_launches(drafter.sizes, bucket, "sm_90a"))
         assert want.pop("torch") == 6
         assert dict(cuda_refs.launches) == want
 
@@ -158,7 +158,7 @@ def test_k26_on_one_gpu() -> None:
     assert table["experts"] == 60 * 48 * 24_772_608
     assert 94e9 < sum(table.values()) < 95e9
     sizes = work.Sizes(config, Layout(), 6)
-    one = dict(work.launches(sizes, Bucket.of(1, 0, 4096)))
+    one = dict(work.launches(sizes, Bucket.of(1, 0, 4096), "sm_90a"))
     assert sum(one.values()) == 60 * 15 + 12 + 3
 
 

@@ -193,7 +193,7 @@ class Bench:
         took = timed(run, "", self.names)
         self.report.line(
             rows=rows, budget=budget, ms=took * 1e3, floor_ms=floor * 1e3, x_floor=took / floor, experts=experts,
-            launches=total(work.launches(self.target.sizes, forward.bucket)),
+            launches=total(work.launches(self.target.sizes, forward.bucket, attention_op.arch(self.target.device))),
         )  # fmt: skip
         want = run()[0].clone()
         for router in route_op.FORMS if forward.bucket.tokens <= route_op.WHOLE_ROWS else ():

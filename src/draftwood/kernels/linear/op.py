@@ -56,9 +56,6 @@ def _check_weight(n: int, k: int) -> None:
         raise ValueError(f"a weight of {n} x {k} cannot be packed: outputs must be a multiple of 16 and inputs of 8")
 
 
-_MACHINES = {"sm_90a": plan.H200, "sm_100a": plan.B300, "sm_103a": plan.B300, "sm_120a": plan.PRO_6000}
-
-
 def source(form: Form) -> jit.Source:
     """What is compiled for a form."""
     return jit.Source(_FOLDER / _FILES[form.entry], form.entry, dict(form.macros))
@@ -67,8 +64,8 @@ def source(form: Form) -> jit.Source:
 def variants() -> list[Variant]:
     """Everything the launcher chooses for K2.6 and nano on 1, 2, 4 or 8 ranks."""
     found = []
-    for machine in dict.fromkeys(_MACHINES.values()):
-        archs = tuple(a for a in jit.ARCHS if _MACHINES[a] == machine)
+    for machine in dict.fromkeys(plan.MACHINES.values()):
+        archs = tuple(a for a in jit.ARCHS if plan.MACHINES[a] == machine)
         spill = 8 if machine == plan.B300 else 0  # in some forms, a register pair; there was no such device to time them on
         forms = {(f.entry, f.macros): f for f in plan.all_forms(machine)}
         special = [_special(plan.stream_form(s, machine), "NORM") for s in plan.normed_shapes()]
@@ -90,7 +87,7 @@ def _kernel(form: Form, device: int) -> jit.Kernel:
 
 @functools.cache
 def _machine_of(device: int) -> plan.Machine:
-    return _MACHINES[jit.arch_of(torch.cuda.get_device_capability(device))]
+    return plan.MACHINES[jit.arch_of(torch.cuda.get_device_capability(device))]
 
 
 def linear(
@@ -103,6 +100,7 @@ def linear(
     form: Form | None = None,
     norm: tuple[Tensor, float] | None = None,
     early: bool = False,
+    scratch: Tensor | None = None,
 ) -> Tensor:
     """Return x @ weight^T on torch's current stream; see ref.py for the meaning.
 
@@ -112,6 +110,7 @@ def linear(
     device, how many of the n rows are real (the others are not written, and what x holds there does not matter). form: for
     tests and tuning. norm: (weight [K] bf16, eps) of an RMSNorm of x, with the bits of norm_rope's, for up to plan.STREAM_ROWS
     rows. early: up to that many rows let the next kernel fetch its weights before this one has waited (rule (b) of common.cuh).
+    scratch: bf16, where many rows of x are put in order first, for at least plan.arranged_values; made if absent.
     Raises ValueError for tensors that do not fit.
     """
     shape = weight.shape
@@ -137,7 +136,7 @@ def linear(
     tail = (_NULL, np.float32(0)) if norm is None else (norm[0], np.float32(norm[1]))
     given, strides = x, (x.stride(0), x.stride(1) if heads else 0)
     if fed and (tokens := plan.arranged_tokens(chosen, n)):
-        given, strides = _arranged(x, shape, tokens, rows, device), (tokens, 0)
+        given, strides = _arranged(x, shape, tokens, rows, scratch, device), (tokens, 0)
     kernel(
         chosen.grid(shape, n), chosen.threads,
         (weight.data, given, out, _NULL if residual is None else residual, _NULL if rows is None else rows,
@@ -150,9 +149,12 @@ def linear(
     return out
 
 
-def _arranged(x: Tensor, shape: Shape, tokens: int, rows: Tensor | None, device: int) -> Tensor:
+def _arranged(x: Tensor, shape: Shape, tokens: int, rows: Tensor | None, scratch: Tensor | None, device: int) -> Tensor:
     """x as the copy engine brings it to where the tensor cores read it (arrange.cu), with room for `tokens`."""
-    made = torch.empty(shape.heads * shape.steps * tokens * 64, dtype=torch.bfloat16, device=x.device)
+    wanted = shape.heads * shape.steps * tokens * 64
+    made = torch.empty(wanted, dtype=torch.bfloat16, device=x.device) if scratch is None else scratch
+    if made.dtype != torch.bfloat16 or made.numel() < wanted or not made.is_contiguous() or made.data_ptr() % 16:
+        raise ValueError(f"scratch must be {wanted} contiguous bf16 values on 16 bytes; it is {made.dtype} {tuple(made.shape)}")
     form, n = plan.ARRANGE, x.shape[0]
     _kernel(form, device)(
         (-(-n // form.tokens), -(-shape.inputs // form.rows), shape.heads), form.threads,

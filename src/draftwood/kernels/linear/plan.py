@@ -52,6 +52,8 @@ class Machine:
 H200 = Machine(232_448, 233_472, (18, 18, 18, 18, 16, 16, 14, 14))
 B300 = Machine(232_448, 233_472, (20, 20, 18, 18, 18, 18, 18, 18))
 PRO_6000 = Machine(101_376, 102_400, (16,) * 11 + (12,))
+MACHINES = {"sm_90a": H200, "sm_100a": B300, "sm_103a": B300, "sm_120a": PRO_6000}
+"""By architecture: the machine that forms are chosen for."""
 
 
 @dataclass(frozen=True)
@@ -299,6 +301,12 @@ def arranged_tokens(form: Form, n: int) -> int:
     macros = dict(form.macros)
     whole = form.tokens * macros["ALONG"]
     return -(-n // whole) * whole * macros["ARRANGED"]
+
+
+def arranged_values(shape: Shape, n: int, machine: Machine = H200) -> int:
+    """Return how many values of x the product of n rows puts in order first, in scratch memory; 0 for most."""
+    form = form_for(shape, n, machine)
+    return shape.heads * shape.steps * arranged_tokens(form, n) * 64 if form.entry == "linear_fed" else 0
 
 
 def _fed_clocks(shape: Shape, n: int, form: Form) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftwood.kernels import jit
 from draftwood.kernels.check import Variant
 from draftwood.kernels.moe_int4.repack import Packed
-from draftwood.kernels.moe_int4.sizes import FEW, FEW_EXPERTS, FEW_OF_SLICES, SLICE
+from draftwood.kernels.moe_int4.sizes import CREW_ROWS, FEW, FEW_EXPERTS, FEW_OF_SLICES, SLICE
 from draftwood.kernels.moe_route.op import Lists, most_jobs
 
 FOLDER = Path(__file__).parent
@@ -260,7 +260,7 @@ def choose(shape: Shape, rows: int, experts: int) -> Plan:
     if not shape.scaled and mean <= 0.25:
         return Plan("stream", _first(shape, "down", ("slim", "narrow")))
     if shape.scaled:
-        name = "thin" if mean <= 2 else "narrow" if mean <= 12 else "wider" if mean <= 24 else "widest"
+        name = "thin" if mean <= 2 else "narrow" if mean <= 12 else "wider" if mean <= CREW_ROWS else "widest"
     else:
         name = "narrow" if mean <= 5 else "wide"
     return Plan(*(_first(shape, part, (name, "wider" if shape.scaled else "narrow")) for part in ("gate_up", "down")))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftwood.kernels.draft_attention import op as attention_op
 from draftwood.kernels.linear import op as linear_op
+from draftwood.kernels.mla_attention import op as latent_op
 from draftwood.kernels.norm_rope import op as norm_op
 from draftwood.model.config import DrafterConfig
 from draftwood.model.cuda.bucket import DraftBucket
@@ -30,7 +31,8 @@ class DraftWork:
     """Buffers of B = rows x block tokens, G = rows x (block - 1) guesses, P = rows x path places; bf16 unless said otherwise.
 
     x, normed, delta [B, H]; qkv [B, heads x d]; seen [B, q_heads x d]; hidden [B, I]; guessed [G, H]; logits float32 [G, V'];
-    parts float32: partial attention; taps [P, F], features, context [P, H], kv [P, 2 x layers x kv_heads x d].
+    parts float32: partial attention; ordered: as the target's; taps [P, F], features, context [P, H], kv [P, 2 x layers x
+    kv_heads x d].
     """
 
     x: Tensor
@@ -42,6 +44,7 @@ class DraftWork:
     guessed: Tensor
     logits: Tensor
     parts: Tensor
+    ordered: Tensor
     taps: Tensor
     features: Tensor
     context: Tensor
@@ -55,7 +58,8 @@ class DraftWork:
             raise ValueError(f"{bucket} is beyond the workspace for {sizes} tokens, guesses and places of paths")
         by_token = {name: getattr(self, name)[:b] for name in ("x", "normed", "delta", "qkv", "seen", "hidden")}
         by_place = {name: getattr(self, name)[:p] for name in ("taps", "features", "context", "kv")}
-        return DraftWork(**by_token, **by_place, guessed=self.guessed[:g], logits=self.logits[:g], parts=self.parts)
+        rest = {"guessed": self.guessed[:g], "logits": self.logits[:g], "parts": self.parts, "ordered": self.ordered}
+        return DraftWork(**by_token, **by_place, **rest)
 
 
 class CudaDrafter:
@@ -95,6 +99,7 @@ class CudaDrafter:
         tokens = max(b.rows * b.block for b in buckets)
         guesses = max(b.rows * (b.block - 1) for b in buckets)
         places = max(b.rows * b.path for b in buckets)
+        arch = latent_op.arch(self.device)
 
         def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self.device)
@@ -110,6 +115,7 @@ class CudaDrafter:
             guessed=make(guesses, c.hidden_size),
             logits=make(guesses, self.sizes.vocab, dtype=torch.float32),
             parts=make(max(self.sizes.partial_floats(b) for b in buckets), dtype=torch.float32),
+            ordered=make(max(max(self.sizes.arranged(b, arch).values()) for b in buckets)),
             taps=make(places, len(c.taps) * c.hidden_size),
             features=make(places, c.hidden_size),
             context=make(places, c.hidden_size),
@@ -167,7 +173,7 @@ class Draft:
         if pending is not None:
             self._norm(packed.norm, pending, tokens)
         norm_op.add_norm(w.x, packed.norm, eps, index=self.masked, out=w.guessed, rows=guesses)
-        linear_op.linear(w.guessed, self.drafter.lm_head, w.logits, rows=guesses)
+        linear_op.linear(w.guessed, self.drafter.lm_head, w.logits, rows=guesses, scratch=w.ordered)
         logits = self.drafter.comm.all_gather(w.logits, -1)
         return logits.view(self.bucket.rows, self.bucket.block - 1, -1)
 
@@ -182,24 +188,24 @@ class Draft:
         """Attention of the normed block. Returns what is still to be added to the residual stream."""
         w, b, d, eps, tokens = self.work, self.bucket, self.config.head_dim, self.config.rms_norm_eps, self.lives[0:1]
         q_heads, kv_heads = self.drafter.q_heads, self.drafter.kv_heads
-        linear_op.linear(w.normed, layer.qkv, w.qkv, rows=tokens)
+        linear_op.linear(w.normed, layer.qkv, w.qkv, rows=tokens, scratch=w.ordered)
         qkv = w.qkv.view(b.rows, b.block, q_heads + 2 * kv_heads, d)
         norm_op.head_norm_rope(qkv, layer.q_norm, layer.k_norm, self.drafter.turns, lengths, kv_heads, eps, pairs=True, rows=live)
         seen = w.seen.view(b.rows, b.block, q_heads, d)
         attention_op.draft_attention(qkv, keys, values, lengths, ids, out=seen, workspace=w.parts, rows=live)
         if self.alone:
-            linear_op.linear(w.seen, layer.o, w.x, residual=w.x, rows=tokens)
+            linear_op.linear(w.seen, layer.o, w.x, residual=w.x, rows=tokens, scratch=w.ordered)
             return None
-        linear_op.linear(w.seen, layer.o, w.delta, rows=tokens)
+        linear_op.linear(w.seen, layer.o, w.delta, rows=tokens, scratch=w.ordered)
         return self.drafter.comm.all_reduce(w.delta)
 
     def _dense(self, layer: PackedDraftLayer, tokens: Tensor) -> Tensor | None:
         w = self.work
-        linear_op.linear(w.normed, layer.mlp.gate_up, w.hidden, rows=tokens)
+        linear_op.linear(w.normed, layer.mlp.gate_up, w.hidden, rows=tokens, scratch=w.ordered)
         if self.alone:
-            linear_op.linear(w.hidden, layer.mlp.down, w.x, residual=w.x, rows=tokens)
+            linear_op.linear(w.hidden, layer.mlp.down, w.x, residual=w.x, rows=tokens, scratch=w.ordered)
             return None
-        linear_op.linear(w.hidden, layer.mlp.down, w.delta, rows=tokens)
+        linear_op.linear(w.hidden, layer.mlp.down, w.delta, rows=tokens, scratch=w.ordered)
         return self.drafter.comm.all_reduce(w.delta)
 
     def observe(
@@ -227,9 +233,9 @@ class Draft:
         torch.add(path, starts.unsqueeze(1), out=self.index)
         torch.clamp(self.index, 0, len(taps) - 1, out=self.index)
         torch.index_select(taps, 0, self.index.view(-1), out=w.taps)
-        linear_op.linear(w.taps, packed.fc, w.features, rows=places)
+        linear_op.linear(w.taps, packed.fc, w.features, rows=places, scratch=w.ordered)
         norm_op.add_norm(w.features, packed.hidden_norm, c.rms_norm_eps, out=w.context, rows=places)
-        linear_op.linear(w.context, packed.context_kv, w.kv, rows=places)
+        linear_op.linear(w.context, packed.context_kv, w.kv, rows=places, scratch=w.ordered)
         kv = w.kv.view(b.rows, b.path, 2, c.num_layers, self.drafter.kv_heads, c.head_dim)
         norm_op.ring_write(
             kv, packed.k_norms, self.drafter.turns, lengths, counts, ids, keys, values, c.rms_norm_eps, pairs=True, rows=live

@@ -142,16 +142,18 @@ SEGMENT_BYTES = 2 << 20
 """The least that torch's allocator takes for the few numbers that are computed between launches."""
 
 
-def graph_bytes(sizes: Sizes, target: work.Sizes, drafter: work.DraftSizes | None, window: int, masks: bool, kept: bool) -> int:
+def graph_bytes(
+    sizes: Sizes, target: work.Sizes, drafter: work.DraftSizes | None, window: int, masks: bool, kept: bool, arch: str
+) -> int:
     """Bytes of all graphs. window: places of a row's ring; masks: may steps have grammars, whose graphs come in three parts beside
     the whole ones; kept: is there a prefix cache. What a graph computes in memory of its own is small and shared by all; it is
     there twice, since a step runs once before it is recorded."""
     launches = 0
     for key in sizes.keys():  # noqa: SIM118
-        launches += total(work.launches(target, sizes.bucket(key), chosen=key.prompts)) + STEP_LAUNCHES + 3 * sizes.path
+        launches += total(work.launches(target, sizes.bucket(key), arch, chosen=key.prompts)) + STEP_LAUNCHES + 3 * sizes.path
         if drafter is not None and key.observes:
             buckets = [b for b in sizes.draft_buckets(key, window) if b is not None]
-            launches += sum(total(work.draft_launches(drafter, b)) + KEPT_LAUNCHES * kept for b in buckets)
+            launches += sum(total(work.draft_launches(drafter, b, arch)) + KEPT_LAUNCHES * kept for b in buckets)
     return launches * (1 + masks) * GRAPH_BYTES + 2 * -(-own_bytes(sizes, kept) // SEGMENT_BYTES) * SEGMENT_BYTES
 
 

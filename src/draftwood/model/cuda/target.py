@@ -161,26 +161,26 @@ class Forward:
         run beside the absorption of keys, which has waited for all they read.
         """
         w, c, total = self.work, self.config, nodes.total
-        linear_op.linear(w.normed, layer.down, w.low, rows=total)
+        linear_op.linear(w.normed, layer.down, w.low, rows=total, scratch=w.ordered)
         low = w.low[:, : c.q_lora_rank]
         if norms_itself(layer.q_b.shape, self.bucket.tokens):
-            linear_op.linear(low, layer.q_b, w.q.flatten(1), rows=total, norm=(layer.q_norm, c.latent_norm_eps))
+            linear_op.linear(low, layer.q_b, w.q.flatten(1), rows=total, scratch=w.ordered, norm=(layer.q_norm, c.latent_norm_eps))
         else:
             norm_op.add_norm(low, layer.q_norm, c.latent_norm_eps, out=w.q_low, rows=total)
-            linear_op.linear(w.q_low, layer.q_b, w.q.flatten(1), rows=total)
+            linear_op.linear(w.q_low, layer.q_b, w.q.flatten(1), rows=total, scratch=w.ordered)
         plain, rotary = w.q[..., : c.qk_nope_head_dim], w.q[..., c.qk_nope_head_dim :]
-        linear_op.linear(plain, layer.absorb_k, w.q_latent, rows=total)
+        linear_op.linear(plain, layer.absorb_k, w.q_latent, rows=total, scratch=w.ordered)
         norm_op.turn_and_store(
             rotary, w.low[:, c.q_lora_rank :], layer.kv_norm, self.target.turns, nodes.positions, nodes.slots, cache,
             c.latent_norm_eps, rows=total,
         )  # fmt: skip
         self.attention(w.q_latent, rotary, cache, table, nodes.masks, w.seen)
-        linear_op.linear(w.seen, layer.absorb_v, w.values, rows=total, early=True)
+        linear_op.linear(w.seen, layer.absorb_v, w.values, rows=total, scratch=w.ordered, early=True)
         values = w.values.flatten(1)
         if self.alone:
-            linear_op.linear(values, layer.o, w.x, residual=w.x, rows=total)
+            linear_op.linear(values, layer.o, w.x, residual=w.x, rows=total, scratch=w.ordered)
         else:
-            linear_op.linear(values, layer.o, w.delta, rows=total)
+            linear_op.linear(values, layer.o, w.delta, rows=total, scratch=w.ordered)
 
     def _mlp(self, index: int, mlp: PackedDense | PackedMoE, nodes: _Nodes) -> Tensor | None:
         """The MLP of layer `index` on the normed nodes. Returns what is still to be added to the residual stream, None if it has
@@ -200,11 +200,12 @@ class Forward:
         between: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         """A SwiGLU of the normed nodes. between: launches something between its products."""
-        hidden = self.work.hidden[:, : mlp.down.shape.inputs]
-        linear_op.linear(self.work.normed, mlp.gate_up, hidden, rows=total)
+        w = self.work
+        hidden = w.hidden[:, : mlp.down.shape.inputs]
+        linear_op.linear(w.normed, mlp.gate_up, hidden, rows=total, scratch=w.ordered)
         if between is not None:
             between()
-        linear_op.linear(hidden, mlp.down, out, residual=residual, rows=total)
+        linear_op.linear(hidden, mlp.down, out, residual=residual, rows=total, scratch=w.ordered)
 
     def _moe(self, index: int, mlp: PackedMoE, nodes: _Nodes) -> None:
         """Routed experts plus the shared one, to `delta`; the router takes at most 1024 nodes at a time.
@@ -239,5 +240,5 @@ class Forward:
             index, live = verified
             chosen, logits = w.chosen[: len(index)], w.logits[: len(index)]
             norm_op.add_norm(w.x, packed.norm, self.config.rms_norm_eps, index=index, out=chosen, rows=live)
-        linear_op.linear(chosen, packed.lm_head, logits, rows=live)
+        linear_op.linear(chosen, packed.lm_head, logits, rows=live, scratch=w.ordered)
         return self.target.comm.all_gather(logits, -1)

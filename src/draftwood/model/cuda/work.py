@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from draftwood.kernels.linear.plan import Shape, norms_itself
+from draftwood.kernels.linear.plan import MACHINES, Shape, arranged_values, norms_itself
 from draftwood.kernels.mla_attention import sizes as attention
 from draftwood.kernels.mla_attention.sizes import Need
-from draftwood.kernels.moe_int4.sizes import few_rows
+from draftwood.kernels.moe_int4.sizes import launches as expert_launches
 from draftwood.model.config import DrafterConfig, ModelConfig
 from draftwood.model.costs import Table
 from draftwood.model.cuda.bucket import Bucket, DraftBucket
@@ -106,6 +106,12 @@ class Sizes:
         found |= dict.fromkeys(("shared gate_up", "shared down"), c.num_moe_layers)
         return found | dict.fromkeys(("dense gate_up", "dense down"), c.first_k_dense) | {"lm_head": 1}
 
+    def arranged(self, bucket: Bucket, arch: str) -> dict[str, int]:
+        """By linear operation that a bucket runs: values of its input that are put in order first."""
+        rows = dict.fromkeys(self.linears(), bucket.tokens) | {"lm_head": bucket.verified}
+        times, machine = self.times(), MACHINES[arch]
+        return {n: arranged_values(s, rows[n], machine) if times.get(n) else 0 for n, s in self.linears().items()}
+
     def attention(self, buckets: Sequence[Bucket], arch: str) -> Need:
         """Memory for the attention of any of `buckets`. Raises ConfigError for one that no kernel serves."""
         c, heads, found = self.config, self.heads, []
@@ -148,6 +154,7 @@ def workspace_bytes(sizes: Sizes, buckets: Sequence[Bucket], arch: str) -> Table
     per_token = 4 * c.hidden_size + 2 * c.q_lora_rank + c.latent_width + heads * per_head + sizes.hidden
     return (
         ("hidden states", 2 * tokens * per_token + 2 * verified * c.hidden_size),
+        ("ordered inputs", 2 * max(max(sizes.arranged(b, arch).values()) for b in buckets)),
         ("taps", 2 * tokens * sizes.taps * c.hidden_size),
         ("logits", 4 * verified * sizes.vocab),
         ("attention", sizes.attention(buckets, arch).nbytes(heads, c.kv_lora_rank)),
@@ -207,6 +214,13 @@ class DraftSizes:
             "context kv": Shape(self.context_width, c.hidden_size),
         }
 
+    def arranged(self, bucket: DraftBucket, arch: str) -> dict[str, int]:
+        """By linear operation of a bucket, the head's too: values of its input that are put in order first."""
+        shapes, machine = self.linears(), MACHINES[arch]
+        rows = dict.fromkeys(shapes, bucket.rows * bucket.block) | dict.fromkeys(("fc", "context kv"), bucket.rows * bucket.path)
+        shapes["head"], rows["head"] = Shape(self.vocab, self.config.hidden_size), bucket.rows * (bucket.block - 1)
+        return {n: arranged_values(s, rows[n], machine) for n, s in shapes.items()}
+
     def times(self) -> dict[str, int]:
         """How often a step runs each of them; the head is the target's."""
         return dict.fromkeys(("qkv", "o", "gate_up", "down"), self.config.num_layers) | {"fc": 1, "context kv": 1}
@@ -234,7 +248,7 @@ def drafter_bytes(config: DrafterConfig, layout: Layout, positions: int | None =
     )
 
 
-def draft_workspace_bytes(sizes: DraftSizes, buckets: Sequence[DraftBucket]) -> Table:
+def draft_workspace_bytes(sizes: DraftSizes, buckets: Sequence[DraftBucket], arch: str) -> Table:
     """Bytes of the one workspace that serves all `buckets`, by part."""
     c, d = sizes.config, sizes.config.head_dim
     tokens = max(b.rows * b.block for b in buckets)
@@ -247,40 +261,45 @@ def draft_workspace_bytes(sizes: DraftSizes, buckets: Sequence[DraftBucket]) -> 
         ("draft logits", 4 * guesses * sizes.vocab),
         ("draft attention", 4 * max(sizes.partial_floats(b) for b in buckets)),
         ("draft features", 2 * places * per_place),
+        ("ordered draft inputs", 2 * max(max(sizes.arranged(b, arch).values()) for b in buckets)),
     )
 
 
 # ---------------------------------------------------------------------------------------------------------------- a step
 
 
-def launches(sizes: Sizes, bucket: Bucket, chosen: bool = False) -> Table:
+def launches(sizes: Sizes, bucket: Bucket, arch: str, chosen: bool = False) -> Table:
     """Kernel launches of one forward, by kernel. chosen: only some nodes are verified, which takes one norm more."""
     c, layers, moe = sizes.config, sizes.config.num_layers, sizes.config.num_moe_layers
     parts = [len(part) for part in chunks(bucket.tokens)]
     several = {"router parts": 2} if len(parts) > 1 else {}
+    columns, held, times = sizes.columns, len(sizes.experts), sizes.times()
     found = {
         "attention plan": 1,
         "add_norm": (3 - norms_itself(sizes.linears()["q_b"], bucket.tokens)) * layers + 1 + chosen,
-        "linear": sum(sizes.times().values()),
+        "linear": sum(times.values()),
+        "inputs in order": sum(times[name] for name, values in sizes.arranged(bucket, arch).items() if values),
         "turn_and_store": layers,
         "attention": 2 * layers,
         "moe_route": moe * sum(1 if n <= WHOLE_ROWS else 3 for n in parts),
-        "moe_int4": moe * sum(2 if n <= few_rows(sizes.columns) else 3 for n in parts),
+        "moe_int4": moe * sum(expert_launches(n, columns, c.experts_per_token, held, c.num_experts, arch) for n in parts),
     }
-    return tuple((found | several if c.num_moe_layers else found).items())
+    return tuple((name, n) for name, n in (found | several if c.num_moe_layers else found).items() if n)
 
 
-def draft_launches(sizes: DraftSizes, bucket: DraftBucket) -> Table:
+def draft_launches(sizes: DraftSizes, bucket: DraftBucket, arch: str) -> Table:
     """Kernel launches of one proposal and one observation on one rank, by kernel; "torch": copies and index arithmetic."""
-    layers = sizes.config.num_layers
-    return (
-        ("torch", 2 + 4),
-        ("add_norm", 2 * layers + 1 + 1),
-        ("linear", sum(sizes.times().values()) + 1),
-        ("head_norm_rope", layers),
-        ("draft_attention", layers),
-        ("ring_write", 1),
-    )
+    layers, times = sizes.config.num_layers, sizes.times() | {"head": 1}
+    found = {
+        "torch": 2 + 4,
+        "add_norm": 2 * layers + 1 + 1,
+        "linear": sum(times.values()),
+        "inputs in order": sum(times[name] for name, values in sizes.arranged(bucket, arch).items() if values),
+        "head_norm_rope": layers,
+        "draft_attention": layers,
+        "ring_write": 1,
+    }
+    return tuple((name, n) for name, n in found.items() if n)
 
 
 def traffic(sizes: Sizes, nodes: Sequence[int], context: int, experts: float) -> Table:

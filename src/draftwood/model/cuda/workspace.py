@@ -22,7 +22,8 @@ class Workspace:
     """Buffers of T tokens, M verified nodes. bf16 unless said otherwise; never read before it is written.
 
     x: residual stream. normed, delta, shared [T, H]; low: the fused down projection; q_low [T, q_lora]; q [T, h, nope + rope];
-    q_latent, seen [T, h, latent]; values [T, h, v]; hidden: of a SwiGLU; taps [T, F]; chosen [M, H]; logits float32 [M, V'].
+    q_latent, seen [T, h, latent]; values [T, h, v]; hidden: of a SwiGLU; ordered: the input of one product of many rows
+    as its tensor cores want it; taps [T, F]; chosen [M, H]; logits float32 [M, V'].
     """
 
     x: Tensor
@@ -36,6 +37,7 @@ class Workspace:
     seen: Tensor
     values: Tensor
     hidden: Tensor
+    ordered: Tensor
     taps: Tensor
     chosen: Tensor
     logits: Tensor
@@ -51,7 +53,7 @@ class Workspace:
         by_token = ("x", "normed", "delta", "shared", "low", "q_low", "q", "q_latent", "seen", "values", "hidden", "taps")
         parts = {name: getattr(self, name)[:t] for name in by_token}
         return Workspace(
-            **parts, chosen=self.chosen[:m], logits=self.logits[:m],
+            **parts, ordered=self.ordered, chosen=self.chosen[:m], logits=self.logits[:m],
             attention=self.attention, lists=self.lists, experts=self.experts,
         )  # fmt: skip
 
@@ -66,7 +68,8 @@ def allocate(sizes: Sizes, buckets: Sequence[Bucket], device: torch.device) -> W
     """Return one workspace for all `buckets` (`work.workspace_bytes`). Raises ConfigError for attention that no kernel serves."""
     c, heads = sizes.config, sizes.heads
     tokens, verified = max(b.tokens for b in buckets), max(b.verified for b in buckets)
-    needed = sizes.attention(buckets, attention_op.arch(device))
+    arch = attention_op.arch(device)
+    needed, ordered = sizes.attention(buckets, arch), max(max(sizes.arranged(b, arch).values()) for b in buckets)
 
     def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -89,6 +92,7 @@ def allocate(sizes: Sizes, buckets: Sequence[Bucket], device: torch.device) -> W
         seen=make(tokens, heads, c.kv_lora_rank),
         values=make(tokens, heads, c.v_head_dim),
         hidden=make(tokens, sizes.hidden),
+        ordered=make(ordered),
         taps=make(tokens, sizes.taps * c.hidden_size),
         chosen=make(verified, c.hidden_size),
         logits=make(verified, sizes.vocab, dtype=torch.float32),
