@@ -67,7 +67,7 @@ struct Ring {
 };
 
 // A warp's results, row row0 + ... of the token at `first` + ..., where they go. d[t]: rows g, g + 8, tokens 8t + 2q, 8t + 2q + 1.
-// No branches: the chains of all tiles run side by side (w_uk of 576 rows took a sixth longer with them).
+// No branches: the chains of all tiles may run side by side.
 __device__ __forceinline__ void store(const float (&d)[TILES][4], const Output& out, int row0, int first, int n) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, left = n - first - g;   // tokens from the lane's own
   const long long stride = out.stride;
