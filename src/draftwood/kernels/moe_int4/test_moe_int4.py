@@ -343,7 +343,7 @@ def test_candidates_of_the_sweep_give_the_bits_of_the_forms_in_use(shape: op.Sha
         for name in sweep.FORMS:
             ups, downs = ([name] if forms[name].fits(shape, part) else [] for part in ("gate_up", "down"))
             plans = [op.Plan(up, usual.down) for up in ups] + [op.Plan(usual.gate_up, down) for down in downs]
-            plans = [plan for plan in plans if plan.whole] or [op.Plan(name, name)]
+            plans = [plan for plan in plans if plan.whole] or [op.Plan(name, name)] * bool(ups and downs)
             for plan in plans if n <= (forms[name].rows or n) else []:
                 got, _ = batch.run(packed, torch.arange(n, device="cuda"), plan, live=live)
                 assert torch.equal(got[:live], want[:live]) and got[live:].isnan().all(), (n, live, plan)
