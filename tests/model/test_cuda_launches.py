@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftwood.kernels import jit
+from draftwood.kernels.linear import plan as linear_plan
 from draftwood.kernels.mla_attention import op as attention_op
 from draftwood.kernels.moe_route import op as route_op
 from draftwood.model.config import resized
@@ -61,9 +62,10 @@ class Recorder:
         self.launched[self.source.entry] += 1
 
 
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Launches by entry, of launchers that believe in an H200."""
+@pytest.fixture(params=[False, True], ids=["", "fed"])
+def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Launches by entry, of launchers that believe in an H200; with and without linear's fed forms."""
+    monkeypatch.setattr(linear_plan, "FED", request.param)
     monkeypatch.setattr(jit, "Kernel", Recorder)
     monkeypatch.setattr(attention_op, "Kernel", Recorder)
     monkeypatch.setattr(attention_op, "arch", lambda device: "sm_90a")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftwood.kernels.draft_attention import op as draft_op
 from draftwood.kernels.linear import op as linear_op
+from draftwood.kernels.linear import plan as linear_plan
 from draftwood.kernels.moe_int4 import repack
 from draftwood.kernels.moe_route import op as route_op
 from draftwood.model.config import K2_6, K2_6_DRAFT, ModelConfig, read_drafter_config, read_model_config
@@ -60,7 +61,9 @@ def test_weights_are_what_the_formulas_say(layout: Layout) -> None:
     assert pack.nbytes(drafter) == sum(table.values())
 
 
-def test_workspaces_are_what_the_formulas_say(cuda_refs: Calls) -> None:  # noqa: F811
+@pytest.mark.parametrize("fed", [True, False])
+def test_workspaces_are_what_the_formulas_say(cuda_refs: Calls, monkeypatch: pytest.MonkeyPatch, fed: bool) -> None:  # noqa: F811
+    monkeypatch.setattr(linear_plan, "FED", fed)
     ours = made()
     buckets = [Bucket.of(3, 8, 900), Bucket(2, 64, 70, 2, 1500), Bucket.of(16, 0, 100)]
     ours.reserve(buckets)

@@ -72,9 +72,10 @@ __device__ __forceinline__ void barriers_begun() {
   if (ALONG * ACROSS > 1) asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
   else __syncthreads();
 }
-// By all threads: nobody leaves while others copy to it or tell its barriers.
+// By all threads: nobody leaves while others copy to it or tell its barriers. Released, or what a thread has told last could reach a
+// block that has left: a launch failure, which blocks that only skip tiles met at once.
 __device__ __forceinline__ void cluster_end() {
-  if (ALONG * ACROSS > 1) asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  if (ALONG * ACROSS > 1) asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 __device__ __forceinline__ void mbarrier_wait(u32 at, int parity) {
   asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1; @!p bra again; }"

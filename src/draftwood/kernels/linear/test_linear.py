@@ -174,7 +174,8 @@ def test_wide_blocks_load_the_multiprocessors_of_an_h200_evenly() -> None:
                 assert busiest * plan.H200.count <= 1.26 * shape.outputs * shape.heads * form.cluster, (shape, tiles)
 
 
-def test_forms_measured_to_be_the_fastest_are_used() -> None:
+def test_forms_measured_to_be_the_fastest_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "FED", True)
     shapes = {(s.outputs, s.inputs, s.heads): s for world in (1, 8) for s in plan.k26_shapes(world).values()}
     for (*key, rows), (kernel, *knobs) in TUNED.items():
         form = plan.form_for(shapes[tuple(key)], rows)
@@ -202,7 +203,9 @@ def test_warp_group_forms_hold_more_rows_of_weights_than_tokens_where_both_come_
         assert macros["BLOCK"] >= 8, name
 
 
-def test_variants_hold_everything_the_launcher_chooses() -> None:
+@pytest.mark.parametrize("fed", [True, False])
+def test_variants_hold_everything_the_launcher_chooses(fed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "FED", fed)
     for machine in (plan.H200, plan.B300, plan.PRO_6000):
         known = {(f.entry, f.macros): f.shared for f in plan.all_forms(machine)}
         for shape in _served():
@@ -387,15 +390,18 @@ class TestOnDevice:
                 assert torch.equal(_bits(out[..., place : place + 512].contiguous()), _bits(op.linear(x, weight)))
                 assert bool((out[..., place + 512 :] == 3).all()) and bool((out[..., :place] == 3).all())
 
-    def test_fed_blocks_skip_tiles_without_rows_and_meet_again(self) -> None:
+    def test_fed_blocks_skip_tiles_without_rows_and_meet_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Many times: blocks that only skip leave at once."""
+        monkeypatch.setattr(plan, "FED", True)
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("they are an H200's")
         for name in ("q_a", "o", "gate_up", "w_uv whole"):
             x, weight = _random(FEW[name], 1152)
             want = op.linear(x, weight)
             for live in (0, 1, 129, 433, 1000):
-                out = torch.full_like(want, 7.0)
-                op.linear(x, weight, out, rows=torch.tensor([live], dtype=torch.int32, device="cuda"))
+                out, rows = torch.full_like(want, 7.0), torch.tensor([live], dtype=torch.int32, device="cuda")
+                for _ in range(500):
+                    op.linear(x, weight, out, rows=rows)
                 assert torch.equal(_bits(out[:live]), _bits(want[:live])) and bool((out[live:] == 7).all()), (name, live)
 
     def test_offsets_past_two_to_the_31(self) -> None:

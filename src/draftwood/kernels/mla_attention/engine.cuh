@@ -30,9 +30,9 @@ template <int COUNT> __device__ __forceinline__ void cluster_begun() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// By all threads: nobody writes into a block that has left.
+// By all threads: nobody writes into a block that has left, or tells its barriers. So arrivals come before (release).
 __device__ __forceinline__ void cluster_ended() {
-  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 // By a warp: one arrival at the barrier in this place of every block.
 __device__ __forceinline__ void arrive_at_all(u32 at) {
