@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftwood import nano
 from draftwood.kernels.jit import Kernel
+from draftwood.kernels.linear import plan as linear_plan
 from draftwood.kernels.mla_attention.op import arch
 from draftwood.kernels.moe_route import op as route_op
 from draftwood.kernels.tree.ref import Flat
@@ -178,6 +179,20 @@ def test_a_row_is_the_same_in_any_batch_slot_and_bucket(pair: Pair) -> None:
         found = run(pair, bucket, [rows[i] for i in order], memory, garbage)
         for i, (logits, taps) in zip(order, found, strict=True):
             assert same(logits, alone[i][0]) and same(taps, alone[i][1]), (bucket, i)
+
+
+@pytest.mark.parametrize("fed", [False, True])
+def test_few_live_tokens_of_a_large_bucket_are_those_of_a_small_one(pair: Pair, fed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over and over: blocks without tokens end at once, while others of their cluster may still tell them something."""
+    monkeypatch.setattr(linear_plan, "FED", fed)
+    memory, row = pair.prefilled(), pair.row(1, 1, 15)
+    alone = run(pair, Bucket.of(1, 0, 512), [row], memory)[0]
+    bucket = Bucket.of(64, 16, 512)
+    pair.target.reserve([bucket])
+    forward, step, cache = pair.target.bind(bucket), Step.make(bucket, [row], memory), memory.copy().cache
+    for _ in range(400 if pair.device.type == "cuda" else 1):
+        logits, taps = step.run(forward, cache)
+    assert same(logits, alone[0]) and same(taps, alone[1])
 
 
 def test_a_path_through_a_tree_is_plain_decoding(pair: Pair) -> None:
