@@ -8,7 +8,7 @@ import torch
 
 from draftwood.kernels import check, jit
 from draftwood.kernels.moe_int4 import op, ref, repack, sweep
-from draftwood.kernels.moe_int4.sizes import SLICE, few_rows
+from draftwood.kernels.moe_int4.sizes import SLICE, few_rows, launches
 from draftwood.kernels.moe_route import ref as route_ref
 from draftwood.kernels.moe_route.op import Lists, most_jobs
 
@@ -108,6 +108,10 @@ def test_every_bucket_has_forms_that_fit(shape: op.Shape) -> None:
         assert plan.tile % 8 == 0
         assert rows <= (op.HOPPER[plan.down].rows or rows) and plan.whole
         assert (rows <= few_rows(shape.width)) == op.HOPPER[plan.down].sums
+        for arch, forms in op.FORMS.items():  # what is counted without torch is what runs
+            held, crew = 48 if shape.scaled else 384, forms[plan.gate_up].file == "crew"
+            taken = 2 + (not forms[plan.down].sums) + crew
+            assert launches(rows, shape.width, shape.topk, held, experts, arch) == taken, (rows, experts, arch)
 
 
 def test_forms_of_every_architecture_take_the_same_jobs() -> None:
