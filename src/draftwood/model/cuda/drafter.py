@@ -99,7 +99,6 @@ class CudaDrafter:
         tokens = max(b.rows * b.block for b in buckets)
         guesses = max(b.rows * (b.block - 1) for b in buckets)
         places = max(b.rows * b.path for b in buckets)
-        arch = latent_op.arch(self.device)
 
         def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self.device)
@@ -115,7 +114,7 @@ class CudaDrafter:
             guessed=make(guesses, c.hidden_size),
             logits=make(guesses, self.sizes.vocab, dtype=torch.float32),
             parts=make(max(self.sizes.partial_floats(b) for b in buckets), dtype=torch.float32),
-            ordered=make(max(max(self.sizes.arranged(b, arch).values()) for b in buckets)),
+            ordered=make(self.sizes.ordered(buckets, latent_op.arch(self.device))),
             taps=make(places, len(c.taps) * c.hidden_size),
             features=make(places, c.hidden_size),
             context=make(places, c.hidden_size),

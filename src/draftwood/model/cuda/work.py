@@ -21,8 +21,8 @@ from draftwood.parallel.layout import Layout
 PARTIALS = 1 << 30
 """Bytes that partial attention of a bucket may take; where more would be needed, blocks walk whole rows."""
 MOST_ROUTED, WHOLE_ROWS, TICKETS = 1024, 128, 5
-"""As in kernels/moe_route: nodes of one call of the router, up to which it is one launch, of few nodes up to which it is two (else
-three); and numbers that the one launch counts with."""
+"""As in kernels/moe_route: nodes of one call of the router, nodes up to which it is one launch (else three), and numbers that the
+one launch counts with."""
 DRAFT_CHUNK, DRAFT_QUERIES, DRAFT_SPLIT = 128, 64, 16
 """As in kernels/draft_attention: places per chunk, queries per block, blocks up to which a row is spread."""
 
@@ -112,6 +112,10 @@ class Sizes:
         times, machine = self.times(), MACHINES[arch]
         return {n: arranged_values(s, rows[n], machine) if times.get(n) else 0 for n, s in self.linears().items()}
 
+    def ordered(self, buckets: Sequence[Bucket], arch: str) -> int:
+        """The most of them for any operation of any of `buckets`."""
+        return max(max(self.arranged(b, arch).values()) for b in buckets)
+
     def attention(self, buckets: Sequence[Bucket], arch: str) -> Need:
         """Memory for the attention of any of `buckets`. Raises ConfigError for one that no kernel serves."""
         c, heads, found = self.config, self.heads, []
@@ -154,7 +158,7 @@ def workspace_bytes(sizes: Sizes, buckets: Sequence[Bucket], arch: str) -> Table
     per_token = 4 * c.hidden_size + 2 * c.q_lora_rank + c.latent_width + heads * per_head + sizes.hidden
     return (
         ("hidden states", 2 * tokens * per_token + 2 * verified * c.hidden_size),
-        ("ordered inputs", 2 * max(max(sizes.arranged(b, arch).values()) for b in buckets)),
+        ("ordered inputs", 2 * sizes.ordered(buckets, arch)),
         ("taps", 2 * tokens * sizes.taps * c.hidden_size),
         ("logits", 4 * verified * sizes.vocab),
         ("attention", sizes.attention(buckets, arch).nbytes(heads, c.kv_lora_rank)),
@@ -221,6 +225,10 @@ class DraftSizes:
         shapes["head"], rows["head"] = Shape(self.vocab, self.config.hidden_size), bucket.rows * (bucket.block - 1)
         return {n: arranged_values(s, rows[n], machine) for n, s in shapes.items()}
 
+    def ordered(self, buckets: Sequence[DraftBucket], arch: str) -> int:
+        """The most of them for any operation of any of `buckets`."""
+        return max(max(self.arranged(b, arch).values()) for b in buckets)
+
     def times(self) -> dict[str, int]:
         """How often a step runs each of them; the head is the target's."""
         return dict.fromkeys(("qkv", "o", "gate_up", "down"), self.config.num_layers) | {"fc": 1, "context kv": 1}
@@ -261,7 +269,7 @@ def draft_workspace_bytes(sizes: DraftSizes, buckets: Sequence[DraftBucket], arc
         ("draft logits", 4 * guesses * sizes.vocab),
         ("draft attention", 4 * max(sizes.partial_floats(b) for b in buckets)),
         ("draft features", 2 * places * per_place),
-        ("ordered draft inputs", 2 * max(max(sizes.arranged(b, arch).values()) for b in buckets)),
+        ("ordered draft inputs", 2 * sizes.ordered(buckets, arch)),
     )
 
 

@@ -69,7 +69,7 @@ def allocate(sizes: Sizes, buckets: Sequence[Bucket], device: torch.device) -> W
     c, heads = sizes.config, sizes.heads
     tokens, verified = max(b.tokens for b in buckets), max(b.verified for b in buckets)
     arch = attention_op.arch(device)
-    needed, ordered = sizes.attention(buckets, arch), max(max(sizes.arranged(b, arch).values()) for b in buckets)
+    needed = sizes.attention(buckets, arch)
 
     def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -92,7 +92,7 @@ def allocate(sizes: Sizes, buckets: Sequence[Bucket], device: torch.device) -> W
         seen=make(tokens, heads, c.kv_lora_rank),
         values=make(tokens, heads, c.v_head_dim),
         hidden=make(tokens, sizes.hidden),
-        ordered=make(ordered),
+        ordered=make(sizes.ordered(buckets, arch)),
         taps=make(tokens, sizes.taps * c.hidden_size),
         chosen=make(verified, c.hidden_size),
         logits=make(verified, sizes.vocab, dtype=torch.float32),
