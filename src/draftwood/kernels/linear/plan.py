@@ -355,7 +355,7 @@ def _macros(shape: Shape, **given: int) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((given | {"GLU": int(shape.glu), "TAIL": _tail(shape)}).items()))
 
 
-FED = False
+FED = True
 """Whether an H200 takes fed forms for many rows. In a step they ended with a launch failure (docs/LOG.md); what is held to be the
 cause is mended (feed.cuh, cluster_end) and has not run on a GPU since."""
 
