@@ -19,8 +19,7 @@ SOURCES = sorted(
 EARLY = "norm_rope/pieces.cuh"
 """The one place where a kernel may go before it waits."""
 AHEAD = {
-    "moe_route/route.cu": ("choose", "lists"), "moe_int4/stream.cu": ("down_stream",),
-    "moe_int4/duo.cu": ("down_duo",), "moe_int4/one.cu": ("down_one",),
+    "moe_int4/stream.cu": ("down_stream",), "moe_int4/duo.cu": ("down_duo",), "moe_int4/one.cu": ("down_one",),
 }  # fmt: skip
 """Kernels that read ahead of their wait what a step has written."""
 BEFORE_THEM = ("moe_route/route.cu", "moe_int4/moe.cuh")

@@ -66,7 +66,8 @@ class Layer:
         for t in (lists.weights, lists.partial):
             t.fill_(NAN)
         count = torch.tensor([len(self.x) if live is None else live], dtype=torch.int32)
-        route_op.route(self.x, router, count, lists, tile, form=form)
+        for launched in filter(None, route_op.FORMS.get(form, (form,))):
+            route_op.route(self.x, router, count, lists, tile, form=launched)
         assert not lists.tickets.any()
         return lists
 
@@ -104,21 +105,22 @@ def test_router_chooses_as_the_reference_and_makes_its_lists(rows: int, exact: b
 
 
 @pytest.mark.parametrize(("rows", "live"), [(1, 1), (9, 9), (9, 0), (40, 33), (72, 71)])
-def test_one_launch_leaves_what_several_do(rows: int, live: int) -> None:
+@pytest.mark.parametrize("form", ["beside", "apart"])
+def test_every_form_leaves_the_same(rows: int, live: int, form: str) -> None:
     """Every bit, for experts held whole or in part, and jobs of one or more tiles."""
     layer, many = Layer(rows), rows > 16
     for tile, rank in ((8, (0, 16)), (24, (4, 8)), (64, (13, 3)))[many : 2 if many else 3]:
         want = layer.route(tile, rank, live)
-        found = layer.route(tile, rank, live, form="beside")
+        found = layer.route(tile, rank, live, form=form)
         for name in ("experts", "weights", "pairs", "jobs", "njobs"):
             a, b = getattr(want, name), getattr(found, name)
             assert torch.equal(a.view(torch.int32), b.view(torch.int32)), (name, tile, rank)
 
 
 def test_many_rows_are_several_launches_and_unknown_forms_are_refused() -> None:
-    assert [route_op.launches(route_op.best_form(n)) for n in (1, 128, 129)] == [1, 1, 3]
+    assert [route_op.launches(route_op.best_form(n)) for n in (1, 128, 129)] == [1, 1, 2]
     for rows, form in ((1, "all"), (129, "beside")):
-        with pytest.raises(ValueError, match=f"form '{form}' must be parts, or up to 128 rows beside, .* it is for {rows}"):
+        with pytest.raises(ValueError, match=f"form '{form}' must be parts, scores, settle, or up to 128 rows beside; .* {rows}"):
             Layer(rows).route(8, form=form)
 
 

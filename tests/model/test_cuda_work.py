@@ -86,11 +86,11 @@ def test_launches_are_what_the_formula_says(cuda_refs: Calls, bucket: Bucket) ->
     assert dict(cuda_refs.launches) == dict(work.launches(ours.sizes, bucket, "sm_90a", chosen))
 
 
-@pytest.mark.parametrize(("rows", "want"), [(n, "up route down" if n <= 128 else "route up down") for n in (1, 128, 129)])
+@pytest.mark.parametrize(("rows", "want"), [(n, "up route down" if n <= 128 else "route up route down") for n in (1, 128, 129)])
 def test_a_router_beside_the_shared_expert_follows_what_waits_for_the_norm(
     cuda_refs: Calls, monkeypatch: pytest.MonkeyPatch, rows: int, want: str  # noqa: F811
 ) -> None:
-    """Between its two products, the second of which waits for the router and so for the first."""
+    """Between its two products, the second of which waits for the router and so for the first; scores of many rows go ahead."""
     ours, seen = made(), []
     shared = ours.packed.layers[1].mlp.shared
     names = {id(shared.gate_up): "up", id(shared.down): "down"}
@@ -110,8 +110,8 @@ def test_a_router_beside_the_shared_expert_follows_what_waits_for_the_norm(
     ours.reserve([bucket])
     Step.make(bucket, [Row(0, 0, [5], chain(1))], memory).run(ours.bind(bucket), memory.cache)
     assert [name for name in seen if name != "-"] == want.split()
-    at = [seen.index(name) for name in want.split()]
-    assert at == list(range(at[0], at[0] + 3))  # nothing that waits comes between
+    at = [i for i, name in enumerate(seen) if name != "-"]
+    assert at == list(range(at[0], at[0] + len(at)))  # nothing that waits comes between
 
 
 def test_draft_launches_are_what_the_formula_says(cuda_refs: Calls) -> None:  # noqa: F811

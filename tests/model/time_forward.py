@@ -196,7 +196,8 @@ class Bench:
             launches=total(work.launches(self.target.sizes, forward.bucket, attention_op.arch(self.target.device))),
         )  # fmt: skip
         want = run()[0].clone()
-        for router in route_op.FORMS if forward.bucket.tokens <= route_op.WHOLE_ROWS else ():
+        few = forward.bucket.tokens <= route_op.WHOLE_ROWS
+        for router in [form for form in route_op.FORMS if few or form != "beside"]:
             if self.report.late:
                 return
             with mock.patch.object(route_op, "best_form", lambda rows, router=router: router):

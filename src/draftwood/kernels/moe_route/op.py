@@ -18,13 +18,16 @@ from draftwood.kernels.check import Variant
 
 MOST_ROWS = 1024
 """Rows of one call: an expert's rows are a bit mask of this many bits in shared memory."""
-ROW_BLOCKS = ((128, 32), (MOST_ROWS, 128))
-"""(rows of a call, rows that one block of the score kernel walks): more blocks, or each weight read less often."""
-WHOLE_ROWS, WHOLE_BLOCK = ROW_BLOCKS[0]
-"""Rows up to which all may be one launch."""
-FORMS = ("parts", "beside")
-"""Ways to launch, of the same bits. parts: three launches. beside: one, in which the last block of some rows chooses and the last
-of all makes the lists, without waiting for the kernel before; up to WHOLE_ROWS rows."""
+WHOLE_ROWS, WHOLE_BLOCK = 128, 32
+"""Rows up to which all may be one launch, and rows of one of its blocks."""
+SCORE_BLOCKS, BLOCK_ROWS = 264, (32, 64, 128)
+"""Blocks of the score kernel that run at once, and rows that one walks: the fewest of these with which all do."""
+CHOOSERS = 16
+"""Rows of a block of `settle`, a warp each."""
+FORMS = {"parts": ("parts", ""), "beside": ("", "beside"), "apart": ("scores", "settle")}
+"""Ways of a layer, of the same bits: what is launched ahead of the shared expert's first product, and what beside it. parts: all,
+in two launches. beside: all in one, in which the last block of some rows chooses and the last of all makes the lists, without
+waiting for the kernel before; up to WHOLE_ROWS rows. apart: the scores ahead, choice and lists beside."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Lists:
 
     experts int32 [rows, k]; weights float32 [rows, k], 0 for experts of other ranks; pairs int32 [rows * k]: row * k + slot by
     expert; jobs int32 [most, 4]: expert - first, start in pairs, count, 0; njobs int32 [1]; partial: scratch; tickets int32, zero
-    between calls, of lists that one launch is to write.
+    between calls.
     """
 
     rows: int
@@ -142,32 +145,40 @@ def _variant(entry: str, shape: Shape, parts: int) -> Variant:
         "HIDDEN": shape.hidden, "EXPERTS": shape.experts, "TOPK": shape.topk, "PARTS": parts, "WARPS": shape.warps,
         entry.upper(): 1,
     }  # fmt: skip
-    threads = {"choose": 128, "lists": 1024}.get(entry, 32 * shape.warps)
-    shared = _list_bytes(shape.experts, MOST_ROWS) if entry == "lists" else 0
+    threads = 32 * (CHOOSERS if entry == "settle" else shape.warps)
+    shared = _settle_bytes(shape, shape.experts, MOST_ROWS) if entry == "settle" else 0
     return Variant(jit.Source(Path(__file__).parent / "route.cu", entry, macros), threads, shared)
 
 
-def _list_bytes(held: int, rows: int) -> int:
-    """Dynamic shared memory of `lists`: a bit per row and expert, starts, sums of 32 warps."""
-    return 4 * (held * (-(-rows // 32) | 1) + held + 33)
+def _settle_bytes(shape: Shape, held: int, rows: int) -> int:
+    """Dynamic shared memory of `settle`: scores of a block and biases; then, in their place, a bit and half a count per 32 rows and
+    expert, starts, sums of 32 warps and the experts of all pairs."""
+    return max(4 * shape.experts * (CHOOSERS + 1), 6 * held * (-(-rows // 32) | 1) + 4 * (held + 33) + 2 * rows * shape.topk)
 
 
 def variants() -> list[Variant]:
     """Everything the launcher can choose, for K2.6 and nano."""
     shapes = (Shape(7168, 384, 8), Shape(384, 16, 4))
-    entries = [("scores", 1), ("scores", 3), ("choose", 1), ("lists", 1), ("whole", 1), ("whole", 3)]
+    entries = [("scores", 1), ("scores", 3), ("settle", 1), ("whole", 1), ("whole", 3)]
     return [_variant(entry, shape, parts) for shape in shapes for entry, parts in entries]
 
 
 def best_form(rows: int) -> str:
-    """The form that is fastest within a layer, as measured on an H200: beside the shared expert's first product where it can be (a
-    step of one row of K2.6 10.00 instead of 10.26 ms)."""
-    return "beside" if rows <= WHOLE_ROWS else "parts"
+    """The way that is fastest within a layer, as measured on an H200: all beside the shared expert's first product where it can be
+    (a step of one row of K2.6 10.00 instead of 10.26 ms); beyond, the scores ahead (5.0 us of 288 rows and 48 experts) and the rest
+    beside (.2 where parts take 8.0)."""
+    return "beside" if rows <= WHOLE_ROWS else "apart"
 
 
 def launches(form: str) -> int:
-    """Launches of a call."""
-    return 1 if form == "beside" else 3
+    """Launches of a call of `route`, or of a way."""
+    return {"parts": 2, "apart": 2}.get(form, 1)
+
+
+def score_block(shape: Shape, rows: int) -> int:
+    """Rows that one block of the score kernel walks."""
+    across = shape.experts // 16 * shape.segments
+    return next((b for b in BLOCK_ROWS if -(-rows // b) * across <= SCORE_BLOCKS), BLOCK_ROWS[-1])
 
 
 def route(
@@ -175,31 +186,33 @@ def route(
 ) -> None:  # fmt: skip
     """Choose experts for x [rows, H] bfloat16 and make the lists of the grouped GEMMs, cut into jobs of `tile` pairs.
 
-    live int32 [1] on the device, older than the four kernels before: rows that count; the others are padding. rows: how many of
-    x's rows to launch for (all). form: one of FORMS. "beside" is right only if x, `live` and what last used `out` are older than
-    the kernel before, which waits for its own predecessor before it lets the next kernel start; what follows may rely on that
-    kernel's end. Raises ValueError when shapes, types or the capacity of `out` do not fit, and for a form that there is not.
+    live int32 [1] on the device: rows that count; the others are padding. rows: how many of x's rows to launch for (all). form:
+    "parts" or "beside", or of the two calls that are apart "scores" and then "settle". "beside" is right only if x, `live` and what
+    last used `out` are older than the kernel before, which waits for its own predecessor before it lets the next kernel start; what
+    follows may rely on that kernel's end. So is "settle", of `live` and the scores. Raises ValueError when shapes, types or the
+    capacity of `out` do not fit, and for a form that there is not.
     """
     n = x.shape[0] if rows is None else rows
     _check(x, router, live, out, tile, n)
-    if form not in FORMS or (form == "beside" and (n > WHOLE_ROWS or out.tickets.numel() < 1 + WHOLE_ROWS // WHOLE_BLOCK)):
-        raise ValueError(f"form {form!r} must be parts, or up to {WHOLE_ROWS} rows beside, with tickets in lists; it is for {n}")
+    if form not in ("parts", "scores", "settle", "beside") or (form == "beside" and n > WHOLE_ROWS):
+        raise ValueError(f"form {form!r} must be parts, scores, settle, or up to {WHOLE_ROWS} rows beside; it is for {n}")
     shape, arg = router.shape, np.int32
-    parts, device = router.weight.shape[0], x.device.index or 0
-    get = functools.partial(_kernel, shape=shape, device=device)
-    held = (arg(n), arg(out.first), arg(out.held))
-    block = next(walked for most, walked in ROW_BLOCKS if n <= most)
-    grid = (shape.experts // 16, shape.segments, -(-n // block))
+    get = functools.partial(_kernel, shape=shape, device=x.device.index or 0)
+    parts, across = router.weight.shape[0], (shape.experts // 16, shape.segments)
+    made = (out.experts, out.weights, out.pairs, out.jobs, out.njobs, out.tickets)
+    numbers = (arg(out.first), arg(out.held), np.float32(router.scale), arg(tile))
+    scored = (router.weight, x, live, out.partial)
     if form == "beside":
-        given = (router.weight, x, live, out.partial, router.bias, out.experts, out.weights, out.pairs, out.jobs, out.njobs)
-        numbers = (arg(n), arg(block), *held[1:], np.float32(router.scale), arg(tile))
-        get("whole", parts=parts)(grid, 32 * shape.warps, (*given, out.tickets, *numbers), pdl=pdl)
+        grid = (*across, -(-n // WHOLE_BLOCK))
+        all_of_it = (*scored, router.bias, *made, arg(n), arg(WHOLE_BLOCK), *numbers)
+        get("whole", parts=parts)(grid, 32 * shape.warps, all_of_it, pdl=pdl)
         return
-    get("scores", parts=parts)(grid, 32 * shape.warps, (router.weight, x, live, out.partial, arg(n), arg(block)), pdl=pdl)
-    chosen = (out.partial, router.bias, live, out.experts, out.weights)
-    get("choose", parts=1)(n, 128, (*chosen, *held, np.float32(router.scale)), pdl=pdl)
-    listed = (out.experts, live, out.pairs, out.jobs, out.njobs)
-    get("lists", parts=1)(1, 1024, (*listed, *held, arg(tile)), shared=_list_bytes(out.held, n), pdl=pdl)
+    if form != "settle":
+        block = score_block(shape, n)
+        get("scores", parts=parts)((*across, -(-n // block)), 32 * shape.warps, (*scored, arg(n), arg(block)), pdl=pdl)
+    if form != "scores":
+        given = (out.partial, router.bias, live, *made, arg(n), *numbers, arg(form == "settle"))
+        get("settle", parts=1)(-(-n // CHOOSERS), 32 * CHOOSERS, given, shared=_settle_bytes(shape, out.held, n), pdl=pdl)
 
 
 def _check(x: Tensor, router: Router, live: Tensor, out: Lists, tile: int, n: int) -> None:
@@ -215,6 +228,8 @@ def _check(x: Tensor, router: Router, live: Tensor, out: Lists, tile: int, n: in
         raise ValueError(f"router weight is {router.weight.dtype} {tuple(router.weight.shape)}; use repack()")
     if live.dtype != torch.int32 or router.bias.dtype != torch.float32 or router.bias.numel() != shape.experts:
         raise ValueError(f"live is int32 [1] and the bias float32 [{shape.experts}], not {live.dtype} and {router.bias.dtype}")
+    if out.tickets.numel() < 1 + WHOLE_ROWS // WHOLE_BLOCK:
+        raise ValueError(f"the lists have {out.tickets.numel()} tickets, and the router takes {1 + WHOLE_ROWS // WHOLE_BLOCK}")
 
 
 def bytes_moved(shape: Shape, rows: int, parts: int = 1) -> int:

@@ -1,8 +1,7 @@
 // Router of an MoE layer: scores = x W^T, sigmoid, biased choice of TOPK experts, weights, and the lists of the grouped GEMMs.
 //
 //   scores   partial[seg][row][expert]: grid (EXPERTS/16, SEGMENTS, row blocks); a warp owns 16 experts x 128 of K
-//   choose   a row a block: experts[row][slot], weights[row][slot]
-//   lists    one block: pairs, jobs, njobs
+//   settle   a row a warp: experts[row][slot], weights[row][slot]; the last block makes the lists: pairs, jobs, njobs
 //   whole    all of it in one launch for at most 128 rows: the last block of some rows chooses, the last of all makes the lists
 //
 // LAW 1. A score is, for each 128 of K, one chain of mma from 0 (K ascending; the bf16 parts of W in order); the WARPS chains of
@@ -10,7 +9,7 @@
 // the lowest id. Bit masks are set with atomicOr: their result has no order.
 //
 // Macros: HIDDEN, EXPERTS (multiple of 16), TOPK, PARTS (1: W is bf16; 3: W is fp32, cut into three bf16 that sum to it exactly),
-// WARPS (HIDDEN is a multiple of 128*WARPS); one of SCORES, CHOOSE, LISTS, WHOLE.
+// WARPS (HIDDEN is a multiple of 128*WARPS); one of SCORES, SETTLE, WHOLE.
 // W[part][EXPERTS/16][HIDDEN/16][lane][16 B]: mma A fragments; step 2b+s, lane (g, q): k0 = 32b+8q+4s, registers (row g, k0..+1),
 // (row g+8, same), (row g, k0+2..+3), (row g+8, same): so 16 bytes x[32b+8q .. +7] of a row are the B fragments of two steps.
 // Rows from *live on are padding: they get no pairs, and their experts and weights are not written.
@@ -34,11 +33,13 @@ constexpr int SEGMENT = 128 * WARPS, SEGMENTS = HIDDEN / SEGMENT;
 static_assert(HIDDEN % SEGMENT == 0 && EXPERTS % 16 == 0 && EXPERTS <= 1024 && TOPK <= 32 && TOPK <= EXPERTS, "shape");
 
 #if defined(SCORES) || defined(WHOLE)
-typedef float Sums[WARPS][8][17];              // [row][expert]; 17: the writes of a quad spread over the banks
+// [row][expert] of a warp's 128 of K and the rows of a turn; 17: the writes of a quad spread over the banks
+template <int TILES> struct Sums { float of[WARPS][8 * TILES][17]; };
 // Scores of this block's 16 experts, segment and rows into partial: [SEGMENTS][rows][EXPERTS]. row_block: rows of a block, a
-// multiple of 8. begin is called when the weights are on their way; NEW: nothing has waited for who wrote x and *live.
-template <bool NEW, class Begin>
-__device__ __forceinline__ void score_rows(Sums* sums, const uint4* W, const bf16* x, const int* live, float* partial, int rows,
+// multiple of 8 * TILES, the rows of a turn. begin is called when the weights are on their way; NEW: nothing has waited for who
+// wrote x and *live.
+template <bool NEW, int TILES, class Begin>
+__device__ __forceinline__ void score_rows(Sums<TILES>* sums, const uint4* W, const bf16* x, const int* live, float* partial, int rows,
                                            int row_block, Begin begin) {
   constexpr int STEPS = 8;                     // of 16 K: a warp's 128
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3, seg = blockIdx.y;
@@ -51,38 +52,48 @@ __device__ __forceinline__ void score_rows(Sums* sums, const uint4* W, const bf1
       const uint4 v = load16_once(W + ((long long)(p * (EXPERTS / 16) + blockIdx.x) * (HIDDEN / 16) + k / 16 + i) * 32 + lane);
       a[p][i][0] = v.x; a[p][i][1] = v.y; a[p][i][2] = v.z; a[p][i][3] = v.w;
     }
-  uint4 next[4];
+  uint4 next[TILES][4];
   const int from = blockIdx.z * row_block;
   auto fetch = [&](int row) {                  // rows from *live on are computed and not written
-    const bf16* at = x + (long long)min(row + g, rows - 1) * HIDDEN + k + q * 8;
 #pragma unroll
-    for (int b = 0; b < 4; b++) next[b] = NEW ? load16_new(at + b * 32) : load16(at + b * 32);
+    for (int t = 0; t < TILES; t++) {
+      const bf16* at = x + (long long)min(row + 8 * t + g, rows - 1) * HIDDEN + k + q * 8;
+#pragma unroll
+      for (int b = 0; b < 4; b++) next[t][b] = NEW ? load16_new(at + b * 32) : load16(at + b * 32);
+    }
   };
   begin();
   fetch(from);                                 // travels with the count
   const int to = min(min(rows, NEW ? load_new(live) : *live), from + row_block);
   int buffer = 0;
 #pragma unroll 1
-  for (int row = from; row < to; row += 8, buffer ^= 1) {
-    uint4 b[4];
+  for (int row = from; row < to; row += 8 * TILES, buffer ^= 1) {
+    uint4 b[TILES][4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) b[i] = next[i];
-    if (row + 8 < to) fetch(row + 8);
-    float acc[4] = {0.f, 0.f, 0.f, 0.f};
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) b[t][i] = next[t][i];
+    if (row + 8 * TILES < to) fetch(row + 8 * TILES);
+    float acc[TILES][4] = {};
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
       for (int s = 0; s < 2; s++)
 #pragma unroll
-        for (int p = 0; p < PARTS; p++) mma(acc, a[p][2 * i + s], s ? b[i].z : b[i].x, s ? b[i].w : b[i].y);
-    float (*sum)[17] = sums[buffer][warp];
-    sum[2 * q][g] = acc[0]; sum[2 * q + 1][g] = acc[1]; sum[2 * q][g + 8] = acc[2]; sum[2 * q + 1][g + 8] = acc[3];
-    __syncthreads();                           // two buffers: the next round writes the other one
-    for (int i = tid; i < 128; i += 32 * WARPS) {
-      const int r = i >> 4, e = i & 15;
-      float v = sums[buffer][0][r][e];
+        for (int p = 0; p < PARTS; p++)
 #pragma unroll
-      for (int w = 1; w < WARPS; w++) v += sums[buffer][w][r][e];
+          for (int t = 0; t < TILES; t++) mma(acc[t], a[p][2 * i + s], s ? b[t][i].z : b[t][i].x, s ? b[t][i].w : b[t][i].y);
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      float (*sum)[17] = sums[buffer].of[warp] + 8 * t;
+      sum[2 * q][g] = acc[t][0]; sum[2 * q + 1][g] = acc[t][1]; sum[2 * q][g + 8] = acc[t][2]; sum[2 * q + 1][g + 8] = acc[t][3];
+    }
+    __syncthreads();                           // two buffers: the next round writes the other one
+    for (int i = tid; i < 128 * TILES; i += 32 * WARPS) {
+      const int r = i >> 4, e = i & 15;
+      float v = sums[buffer].of[0][r][e];
+#pragma unroll
+      for (int w = 1; w < WARPS; w++) v += sums[buffer].of[w][r][e];
       if (row + r < to) partial[((long long)seg * rows + row + r) * EXPERTS + blockIdx.x * 16 + e] = v;
     }
   }
@@ -93,15 +104,15 @@ __device__ __forceinline__ void score_rows(Sums* sums, const uint4* W, const bf1
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 scores(const uint4* __restrict__ W, const bf16* __restrict__ x, const int* __restrict__ live, float* __restrict__ partial,
        int rows, int row_block) {
-  __shared__ Sums sums[2];
+  __shared__ Sums<2> sums[2];
   score_rows<false>(sums, W, x, live, partial, rows, row_block, [] {
     pdl_wait();
-    pdl_go();                                  // go after wait: `choose` reads *live ahead of its own
+    pdl_go();
   });
 }
 #endif
 
-#if defined(CHOOSE) || defined(WHOLE)
+#if defined(SETTLE) || defined(WHOLE)
 // Rows from .. to-1 of the block: score[row][expert] in shared memory, then a warp a row chooses. bias: in shared memory,
 // filled by this block's threads before the call.
 // Raw weights go out for the experts first .. first+held-1, exactly 0 for those of other ranks.
@@ -162,24 +173,39 @@ __device__ __forceinline__ void choose_rows(float* score, const float* partial, 
     }
   }
 }
-#endif
 
-#if defined(LISTS) || defined(WHOLE)
-// The choice of pair p; NEW: this kernel's other blocks have written it.
-template <bool NEW> __device__ __forceinline__ u32 choice(const int* chosen, int p) { return NEW ? load_new(chosen + p) : chosen[p]; }
+// Shared memory of make_lists, for `held` experts and `words` times 32 rows.
+struct ListSpace {
+  u32 *mask, *at;                                // [held][words] bits of the rows that chose an expert; [held + 33] first pairs, sums of warps
+  unsigned short *before, *ids;                  // [held][words] pairs of an expert before a word's rows; [pairs] their experts
+};
+constexpr u32 ELSEWHERE = 0xffff;                // an expert of another rank
 
 // One block of THREADS: pairs grouped by expert (ascending, then by row), jobs of at most `tile` pairs balanced in multiples of 8.
-// mask: [held][words] bits of the rows that chose an expert; at: [held + 33].
-template <int THREADS, bool NEW>
-__device__ __forceinline__ void make_lists(u32* mask, u32* at, const int* chosen, int n, int words, int first, int held, int tile,
+// This kernel's other blocks have written `chosen`.
+template <int THREADS>
+__device__ __forceinline__ void make_lists(const ListSpace& space, const int* chosen, int n, int words, int first, int held, int tile,
                                            int* pairs, int4* jobs, int* njobs) {
   constexpr int EACH = (EXPERTS + THREADS - 1) / THREADS;      // experts of a thread, in a row
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  constexpr int BATCH = 4;                                     // choices that a thread asks for before it waits for the first
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, count_all = n * TOPK, used = (n + 31) / 32;
+  u32 *mask = space.mask, *at = space.at;
   for (int i = tid; i < held * words; i += THREADS) mask[i] = 0;
   __syncthreads();
-  for (int p = tid; p < n * TOPK; p += THREADS) {
-    const u32 e = choice<NEW>(chosen, p) - first, t = p / TOPK;
-    if (e < (u32)held) atomicOr(&mask[e * words + (t >> 5)], 1u << (t & 31));
+  for (int begin = tid; begin < count_all; begin += BATCH * THREADS) {
+    u32 id[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      const int p = begin + b * THREADS;
+      id[b] = p < count_all ? load_new(chosen + p) - first : ~0u;
+    }
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      const int p = begin + b * THREADS, t = p / TOPK;
+      const bool here = id[b] < (u32)held;
+      if (here) atomicOr(&mask[id[b] * words + (t >> 5)], 1u << (t & 31));
+      if (p < count_all) space.ids[p] = here ? id[b] : ELSEWHERE;
+    }
   }
   __syncthreads();
   // Exclusive prefix over experts of (pairs << 16 | jobs): at most 32768 pairs and 4096 jobs.
@@ -190,7 +216,10 @@ __device__ __forceinline__ void make_lists(u32* mask, u32* at, const int* chosen
     const int e = tid * EACH + i;
     int count = 0, size = 8, cut = 0;
     if (e < held) {
-      for (int w = 0; w < words; w++) count += __popc(mask[e * words + w]);
+      for (int w = 0; w < used; w++) {
+        space.before[e * words + w] = count;
+        count += __popc(mask[e * words + w]);
+      }
       if (count) {
         const int least = (count + tile - 1) / tile;
         size = ((count + 7) / 8 + least - 1) / least * 8;
@@ -225,15 +254,24 @@ __device__ __forceinline__ void make_lists(u32* mask, u32* at, const int* chosen
   }
   if (tid == 0) *njobs = all & 0xffff;
   __syncthreads();
-  for (int p = tid; p < n * TOPK; p += THREADS) {
-    const u32 e = choice<NEW>(chosen, p) - first, t = p / TOPK;
-    if (e < (u32)held) {
-      const u32* m = mask + e * words;
-      int rank = __popc(m[t >> 5] & ((1u << (t & 31)) - 1));
-      for (u32 w = 0; w < t >> 5; w++) rank += __popc(m[w]);
-      pairs[at[e] + rank] = p;
-    }
+  for (int p = tid; p < count_all; p += THREADS) {
+    const u32 e = space.ids[p], t = p / TOPK, word = e * words + (t >> 5);
+    if (e != ELSEWHERE) pairs[at[e] + space.before[word] + __popc(mask[word] & ((1u << (t & 31)) - 1))] = p;
   }
+}
+
+// Is this block the last of `count` that come here? Then it sees what the others wrote before, through load_new.
+__device__ __forceinline__ bool last_of(int* ticket, int count) {
+  __shared__ int last;
+  fence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = take_ticket(ticket) == count - 1;
+    if (last) *ticket = 0;                     // for the next launch
+  }
+  __syncthreads();
+  if (last) fence();
+  return last;
 }
 #endif
 
@@ -257,61 +295,52 @@ __device__ __forceinline__ void few_lists(const int* chosen, int n, int first, i
 }
 #endif
 
-#ifdef CHOOSE
-// A row a block, 128 threads.
-extern "C" __global__ void __launch_bounds__(128)
-choose(const float* __restrict__ partial, const float* __restrict__ bias, const int* __restrict__ live, int* __restrict__ experts,
-       float* __restrict__ weights, int rows, int first, int held, float scale) {
-  __shared__ float score[EXPERTS], biases[EXPERTS];
-  const int row = blockIdx.x, n = min(rows, *live);               // scores has waited for who wrote *live
-  for (int e = threadIdx.x; e < EXPERTS; e += 128) biases[e] = bias[e];
-  pdl_wait();
-  pdl_go();                                    // go after wait: `lists` reads *live ahead of its own
-  if (row < n) choose_rows(score, partial, biases, rows, row, row + 1, first, held, scale, experts, weights);
-}
-#endif
-
-#ifdef LISTS
-// One block of 1024 threads. Dynamic shared memory: 4 * (held * (ceil(rows / 32) | 1) + held + 33) bytes.
-extern "C" __global__ void __launch_bounds__(1024)
-lists(const int* __restrict__ experts, const int* __restrict__ live, int* __restrict__ pairs, int4* __restrict__ jobs,
-      int* __restrict__ njobs, int rows, int first, int held, int tile) {
+#ifdef SETTLE
+// A row a warp, CHOOSERS rows a block; the last block makes the lists. Dynamic shared memory: what `settle_bytes` of op.py says.
+// tickets: [1], zero between launches. beside: it runs beside the kernel before by rule (d) of common.cuh: partial and *live are
+// older than that one.
+constexpr int CHOOSERS = 16;
+extern "C" __global__ void __launch_bounds__(32 * CHOOSERS, 1)   // 1: else ptxas stops at 40 registers and spills
+settle(const float* partial, const float* __restrict__ bias, const int* live, int* experts, float* weights, int* pairs, int4* jobs,
+       int* njobs, int* tickets, int rows, int first, int held, float scale, int tile, int beside) {
   DYNAMIC_SHARED(u32, space);
-  const int n = min(rows, *live);
-  pdl_wait();
-  pdl_go();
+  float *score = reinterpret_cast<float*>(space), *biases = score + CHOOSERS * EXPERTS;
+  for (int e = threadIdx.x; e < EXPERTS; e += 32 * CHOOSERS) biases[e] = bias[e];
+  if (beside) pdl_go_early();
+  else {
+    pdl_wait();
+    pdl_go();                                  // go after wait: kernels of moe_int4 read lists ahead of their own
+  }
+  const int n = min(rows, load_new(live)), from = blockIdx.x * CHOOSERS, to = min(n, from + CHOOSERS);
+  if (from < to) choose_rows(score, partial, biases, rows, from, to, first, held, scale, experts, weights);
+  if (!last_of(tickets, gridDim.x)) return;
   const int words = (rows + 31) / 32 | 1;      // odd: the words of 32 experts lie in 32 banks
-  make_lists<1024, false>(space, space + held * words, experts, n, words, first, held, tile, pairs, jobs, njobs);
+  ListSpace lists = {space, space + held * words};
+  lists.before = reinterpret_cast<unsigned short*>(lists.at + held + 33);
+  lists.ids = lists.before + held * words;
+  make_lists<32 * CHOOSERS>(lists, experts, n, words, first, held, tile, pairs, jobs, njobs);
+  if (beside) pdl_wait();
 }
 #endif
 
 #ifdef WHOLE
-// Is this block the last of `count` that come here? Then it sees what the others wrote before, through load_new.
-__device__ __forceinline__ bool last_of(int* ticket, int count) {
-  __shared__ int last;
-  fence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = take_ticket(ticket) == count - 1;
-    if (last) *ticket = 0;                     // for the next launch
-  }
-  __syncthreads();
-  if (last) fence();
-  return last;
-}
-
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int LEAST_BLOCKS = 1;                // else ptxas stops at 80 registers and spills
+#else
+constexpr int LEAST_BLOCKS = 0;
+#endif
 // Grid as scores. tickets: [1 + row blocks], zero between launches.
 // Runs beside the kernel before by rule (d) of common.cuh: x and *live are older than that one, whose blocks have all waited for who
 // wrote them before they let this one start. Nothing here waits for it but the end, so that what comes next may rely on it.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST_BLOCKS)
 whole(const uint4* __restrict__ W, const bf16* x, const int* live, float* partial, const float* __restrict__ bias, int* experts,
       float* weights, int* pairs, int4* jobs, int* njobs, int* tickets, int rows, int row_block, int first, int held, float scale,
       int tile) {
   constexpr int WORDS = 128 / 32 | 1;
   __shared__ union {                           // one after the other
-    Sums sums[2];
+    Sums<1> sums[2];
     struct { float score[WARPS * EXPERTS], biases[EXPERTS]; } choosing;
-    struct { u32 mask[EXPERTS * WORDS], at[EXPERTS + 33]; } listing;
+    struct { u32 mask[EXPERTS * WORDS], at[EXPERTS + 33]; unsigned short before[EXPERTS * WORDS], ids[128 * TOPK]; } listing;
   } space;
   score_rows<true>(space.sums, W, x, live, partial, rows, row_block, [] { pdl_go_early(); });
   if (!last_of(tickets + 1 + blockIdx.z, gridDim.x * gridDim.y)) return;
@@ -325,7 +354,8 @@ whole(const uint4* __restrict__ W, const bf16* x, const int* live, float* partia
   if (!last_of(tickets, gridDim.z)) return;
   const int words = (rows + 31) / 32 | 1;
   if (n * TOPK > 32 || n > tile)
-    make_lists<32 * WARPS, true>(space.listing.mask, space.listing.at, experts, n, words, first, held, tile, pairs, jobs, njobs);
+    make_lists<32 * WARPS>({space.listing.mask, space.listing.at, space.listing.before, space.listing.ids}, experts, n, words, first,
+                           held, tile, pairs, jobs, njobs);
   else if (threadIdx.x < 32) few_lists(experts, n, first, held, pairs, jobs, njobs);
   pdl_wait();
 }

@@ -99,7 +99,7 @@ class Forward:
         self.plans = [moe_op.choose(experts, len(part), c.num_experts) for part in self.chunks] if c.num_moe_layers else []
         self.begins = torch.tensor([part.start for part in self.chunks], dtype=torch.int32, device=target.device)
         self.lives = torch.zeros_like(self.begins)
-        self.router = route_op.best_form(bucket.tokens) if len(self.chunks) == 1 else "parts"
+        self.router = route_op.best_form(len(self.chunks[0]))
         self.routed: Tensor | None = None
         """Set to int32 [MoE layers, T, k] to have runs leave there which experts each live node chose in each layer."""
 
@@ -210,21 +210,21 @@ class Forward:
     def _moe(self, index: int, mlp: PackedMoE, nodes: _Nodes) -> None:
         """Routed experts plus the shared one, to `delta`; the router takes at most 1024 nodes at a time.
 
-        The router goes first: it keeps few multiprocessors busy, and the shared expert's kernel loads weights meanwhile. Or, where
-        that is faster, it runs beside that kernel, which needs the same normed nodes and has waited for them when it may start.
+        The router or its scores go first: that keeps few multiprocessors busy, and the shared expert's kernel loads weights
+        meanwhile. Or, where that is faster, all or the rest runs beside that kernel, which has waited for what both need when
+        they may start.
         """
-        w, between = self.work, None
+        w = self.work
         assert w.lists is not None and w.experts is not None
         for place, (part, plan) in enumerate(zip(self.chunks, self.plans, strict=True)):
             live = nodes.total if len(self.chunks) == 1 else self.lives[place : place + 1]
             x, shared, out = (t[part.start : part.stop] for t in (w.normed, w.shared, w.delta))
-            router = functools.partial(route_op.route, x, mlp.router, live, w.lists, plan.tile, form=self.router)
-            if self.router == "beside":
-                between = router
-            else:
-                router()
+            ahead, beside = route_op.FORMS["parts" if place else self.router]
+            router = functools.partial(route_op.route, x, mlp.router, live, w.lists, plan.tile)
+            if ahead:
+                router(form=ahead)
             if place == 0:
-                self._dense(mlp.shared, w.shared, nodes.total, between=between)
+                self._dense(mlp.shared, w.shared, nodes.total, between=functools.partial(router, form=beside) if beside else None)
             if self.routed is not None:
                 self.routed[index - self.config.first_k_dense, part.start : part.stop] = w.lists.experts[: len(part)]
             # After the shared expert's second product the lists are older than the kernel before.

@@ -21,7 +21,7 @@ from draftwood.parallel.layout import Layout
 PARTIALS = 1 << 30
 """Bytes that partial attention of a bucket may take; where more would be needed, blocks walk whole rows."""
 MOST_ROUTED, WHOLE_ROWS, TICKETS = 1024, 128, 5
-"""As in kernels/moe_route: nodes of one call of the router, nodes up to which it is one launch (else three), and numbers that the
+"""As in kernels/moe_route: nodes of one call of the router, nodes up to which it is one launch (else two), and numbers that the
 one launch counts with."""
 DRAFT_CHUNK, DRAFT_QUERIES, DRAFT_SPLIT = 128, 64, 16
 """As in kernels/draft_attention: places per chunk, queries per block, blocks up to which a row is spread."""
@@ -289,7 +289,7 @@ def launches(sizes: Sizes, bucket: Bucket, arch: str, chosen: bool = False) -> T
         "inputs in order": sum(times[name] for name, values in sizes.arranged(bucket, arch).items() if values),
         "turn_and_store": layers,
         "attention": 2 * layers,
-        "moe_route": moe * sum(1 if n <= WHOLE_ROWS else 3 for n in parts),
+        "moe_route": moe * sum(1 if n <= WHOLE_ROWS else 2 for n in parts),
         "moe_int4": moe * sum(expert_launches(n, columns, c.experts_per_token, held, c.num_experts, arch) for n in parts),
     }
     return tuple((name, n) for name, n in (found | several if c.num_moe_layers else found).items() if n)
