@@ -2,6 +2,7 @@
 // order, reuse of shared memory and barriers; sums inside mma are formed in double, so bits are not a GPU's.
 // layout.cuh takes it in place of ../common.cuh when EMULATION is defined.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -76,17 +77,19 @@ inline u32 shared_address(const void* p) {
 }
 
 // ---- fibers: every thread runs until it waits; barriers count arrivals
-struct Fiber { ucontext_t context; std::vector<char> stack; bool done; };
+// Jumps, for swapcontext asks the kernel for the signal mask every time; fibers live on from block to block for the same reason.
+struct Fiber { ucontext_t context; jmp_buf at; std::vector<char> stack; bool begun = false, done = false; };
 static std::vector<Fiber> fibers;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static int current;
 static std::function<void()> body;
+inline void leave() { if (!_setjmp(fibers[current].at)) _longjmp(scheduler, 1); }
 struct Barrier { int count; unsigned generation; };
 static Barrier block_barrier, named_barriers[17], warp_barriers[32];
 inline void wait_for(Barrier& b, int n) {
   const unsigned g = b.generation;
   if (++b.count == n) { b.count = 0; b.generation++; return; }
-  while (b.generation == g) swapcontext(&fibers[current].context, &scheduler);
+  while (b.generation == g) leave();
 }
 inline void __syncthreads() { wait_for(block_barrier, blockDim.x * blockDim.y); }
 template <int ID, int COUNT> void bar_sync() { wait_for(named_barriers[ID], COUNT); }
@@ -130,7 +133,7 @@ inline bool __all_sync(u32, bool v) {
 struct Copy { u32 to; const void* from; int kind; };          // 0 zeros, 1 copy, 2 a commit, 3 an arrival at mbarrier `to`
 static const bool defer_copies = getenv("DEFER") != nullptr, from_last = getenv("FROM_LAST") != nullptr;
 static std::deque<Copy> waiting[1024];
-struct Phases { int threads, missing, phase; };
+struct Phases { int threads, missing, phase, late; };          // late: arrivals that are waiting
 static std::map<u32, Phases> mbarriers;
 inline void arrive(const Copy& c) {
   if (c.kind == 0) memset(raw + c.to, 0, 16);
@@ -140,7 +143,15 @@ inline void arrive(const Copy& c) {
     if (--b.missing == 0) { b.missing = b.threads; b.phase++; }
   }
 }
-inline void enqueue(const Copy& c) { if (defer_copies) waiting[current].push_back(c); else arrive(c); }
+inline void enqueue(const Copy& c) {
+  if (!defer_copies) { arrive(c); return; }
+  waiting[current].push_back(c);
+  if (c.kind == 3) mbarriers.at(c.to).late++;
+}
+inline void arrive_late(const Copy& c) {
+  if (c.kind == 3) mbarriers.at(c.to).late--;
+  arrive(c);
+}
 inline void copy16_or_zero(bool on, u32 to, const void* from) {
   shared_address(raw + to + 15);
   enqueue({to, from, on ? 1 : 0});
@@ -149,21 +160,23 @@ inline void copy16(u32 to, const void* from) { copy16_or_zero(true, to, from); }
 inline void copy_commit() { enqueue({0, nullptr, 2}); }
 template <int N> void copy_wait() {
   static_assert(N == 0, "only waiting for all is emulated");
-  for (const Copy& c : waiting[current]) arrive(c);
+  for (const Copy& c : waiting[current]) arrive_late(c);
   waiting[current].clear();
 }
-inline void mbarrier_begin(u32 at, int threads) { mbarriers[at] = {threads, threads, 0}; }
+inline void mbarrier_begin(u32 at, int threads) { mbarriers[at] = {threads, threads, 0, 0}; }
 inline void copy_arrive(u32 at) { enqueue({at, nullptr, 3}); }
 inline void mbarrier_wait(u32 at, int parity) {
-  while ((mbarriers.at(at).phase & 1) == parity) {
+  Phases& barrier = mbarriers.at(at);
+  while ((barrier.phase & 1) == parity) {
     for (auto& w : waiting) {                                 // nothing arrives before it is waited for
+      if (barrier.late == 0) break;
       auto mark = std::find_if(w.begin(), w.end(), [&](const Copy& c) { return c.kind == 3 && c.to == at; });
       if (mark == w.end()) continue;
-      for (auto c = w.begin(); c != mark + 1; ++c) arrive(*c);
+      for (auto c = w.begin(); c != mark + 1; ++c) arrive_late(*c);
       w.erase(w.begin(), mark + 1);
-      if ((mbarriers.at(at).phase & 1) != parity) return;
+      if ((barrier.phase & 1) != parity) return;
     }
-    swapcontext(&fibers[current].context, &scheduler);
+    leave();
   }
 }
 inline uint4 load16(const void* p) { uint4 v; memcpy(&v, p, 16); return v; }
@@ -213,33 +226,37 @@ inline void mma_first(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 inline void fiber_main() {
-  body();
-  fibers[current].done = true;
-  swapcontext(&fibers[current].context, &scheduler);
+  for (;;) {                                                  // a block a turn
+    body();
+    fibers[current].done = true;
+    leave();
+  }
+}
+inline void enter(Fiber& f) {
+  if (_setjmp(scheduler)) return;
+  if (f.begun) _longjmp(f.at, 1);
+  f.begun = true;
+  f.stack.resize(1 << 17);
+  getcontext(&f.context);
+  f.context.uc_stack.ss_sp = f.stack.data();
+  f.context.uc_stack.ss_size = f.stack.size();
+  f.context.uc_link = nullptr;
+  makecontext(&f.context, fiber_main, 0);
+  setcontext(&f.context);
 }
 // Run one block; shared memory starts as NaN.
 inline void run_block(dim3 block, std::function<void()> f) {
   const int n = block.x * block.y;
   body = f;
   blockDim = block;
-  if ((int)fibers.size() < n) {
-    fibers.resize(n);
-    for (auto& x : fibers) x.stack.resize(1 << 17);
-  }
+  if ((int)fibers.size() < n) fibers.resize(n);                // between blocks, in which nobody is
   block_barrier = {};
   for (auto& b : named_barriers) b = {};
   for (auto& b : warp_barriers) b = {};
   for (auto& w : waiting) w.clear();
   mbarriers.clear();
   memset(raw, 0xff, sizeof raw);
-  for (int i = 0; i < n; i++) {
-    getcontext(&fibers[i].context);
-    fibers[i].context.uc_stack.ss_sp = fibers[i].stack.data();
-    fibers[i].context.uc_stack.ss_size = fibers[i].stack.size();
-    fibers[i].context.uc_link = nullptr;
-    fibers[i].done = false;
-    makecontext(&fibers[i].context, fiber_main, 0);
-  }
+  for (int i = 0; i < n; i++) fibers[i].done = false;
   for (bool any = true; any;) {
     any = false;
     for (int at = 0; at < n; at++) {
@@ -248,7 +265,7 @@ inline void run_block(dim3 block, std::function<void()> f) {
       any = true;
       current = i;
       threadIdx = {i % block.x, i / block.x, 0};
-      swapcontext(&scheduler, &fibers[i].context);
+      enter(fibers[i]);
     }
   }
 }
