@@ -161,13 +161,15 @@ class MlaAttention:
         law = law_for(heads) if law is None else law
         self.span = law.unit * law.per if self.shape.walk else law.unit
         self.blocks = processors(device) * self.shape.blocks
+        self.crew = 1
+        """Blocks of a job."""
         self.spare = 0
         """Partials ahead of all others in which blocks of nodes.cu keep a job's earlier groups."""
         self._boxes: dict[tuple[int, int], Any] = {}
         """Tensor maps of the layers' caches, which live no longer than this."""
         if isinstance(self.shape, Nodes):
             self.blocks = min(self.blocks - self.blocks % self.shape.together, self.shape.slots)
-            self.spare = self.shape.slots * self.shape.lines
+            self.crew, self.spare = self.shape.crew, self.shape.spare
         self._size(context, law, partial_bytes)
         self._buffers(device, scratch)
         self._load(law, index)
@@ -176,7 +178,7 @@ class MlaAttention:
     def _size(self, context: int, law: Law, partial_bytes: int) -> None:
         needed = need(self.rows, self.nodes, self.tokens, self.heads, context, self.latent, self.shape, law, partial_bytes)
         self.parts, self.max_jobs = needed.parts, needed.jobs
-        self.grid = min(self.max_jobs, self.blocks)
+        self.grid = min(self.max_jobs * self.crew, self.blocks)
 
     def _buffers(self, device: torch.device, scratch: Scratch | None) -> None:
         needed = Need(self.tokens, self.parts, self.max_jobs)
@@ -215,7 +217,7 @@ class MlaAttention:
             arrays += [x, np.int32(1 if x.dtype == torch.int32 else 2)]
         given: list[Any] = [np.int32(x) for x in (self.rows, self.heads, self.shape.lines)]
         given += [] if self.spare else [np.int32(self.span)]
-        given += [np.int32(self.blocks), np.int64(self.parts - self.spare), np.int32(self.max_jobs)]
+        given += [np.int32(self.blocks // self.crew), np.int64(self.parts - self.spare), np.int32(self.max_jobs)]
         grid = min(16, -(-self.max_jobs // PLAN_THREADS))
         self._plan(grid, PLAN_THREADS, [*arrays, *given, self.jobs, self.head, self.live], pdl=True)
 

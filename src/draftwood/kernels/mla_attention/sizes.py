@@ -141,11 +141,18 @@ class Nodes:
     walk: ClassVar[bool] = False
     archs: ClassVar[tuple[str, ...] | None] = HOPPER
     blocks: ClassVar[int] = 1
+    crew: ClassVar[int] = 1
+    """Blocks of a job."""
 
     @property
     def lines(self) -> int:
-        """Heads of a block."""
+        """Heads of a job."""
         return 8 * self.eights
+
+    @property
+    def spare(self) -> int:
+        """Partials in which blocks keep a job's earlier groups."""
+        return self.slots * self.lines // self.crew
 
     def threads(self, latent: int) -> int:
         """Threads of a block: four roles of four warps."""
@@ -159,6 +166,28 @@ class Nodes:
     def macros(self, latent: int, rope: int, law: Law) -> dict[str, int]:
         """Return the macros of nodes.cu."""
         given = {"EIGHTS": self.eights, "TOGETHER": self.together, "COLUMNS": 1}
+        return given | {"SHARED_BYTES": self.shared_bytes(latent + rope)} | sizes(latent, rope, law)
+
+
+@dataclass(frozen=True)
+class Heads(Nodes):
+    """heads.cu, for latents of 512 + 64: a job is 64 heads of a node. Two blocks, which fetch keys for each other, have half of the
+    values' columns each."""
+
+    eights: int = 8
+    together: int = 2
+    slots: int = 132
+    spill: int = 1024
+    file: ClassVar[str] = "heads.cu"
+    crew: ClassVar[int] = 2
+
+    def shared_bytes(self, width: int) -> int:
+        """Dynamic shared memory of a block (the sum in heads.cu, which checks it)."""
+        return 27 * 8192 + 2 * 6 * 64 * 4 + 32 + 512 + 256 + 30 * 8
+
+    def macros(self, latent: int, rope: int, law: Law) -> dict[str, int]:
+        """Return the macros of heads.cu."""
+        given = {"TOGETHER": self.together, "COLUMNS": 1}
         return given | {"SHARED_BYTES": self.shared_bytes(latent + rope)} | sizes(latent, rope, law)
 
 
@@ -185,6 +214,7 @@ SHAPES: dict[str, Form] = {
     "d4": Columns(4, 2, walk=True, spill=2048),
     "n4": Nodes(4, 2, 132, spill=512),
     "n2": Nodes(2, 4, 120),
+    "h": Heads(),
 }
 """u: partial results of units; g: of groups, or whole rows. Then tiles of 16 lines; s: little shared memory. c, d: the same with
 lines as columns, in eights; n: no partial results."""
@@ -277,7 +307,7 @@ def fold_columns(lines: int) -> int:
 
 
 def _multiple(shape: Form) -> int:
-    return shape.lines * shape.together if isinstance(shape, Nodes) else 8 if shape.columns else 1
+    return shape.lines * shape.together // shape.crew if isinstance(shape, Nodes) else 8 if shape.columns else 1
 
 
 def takes(shape: Form, heads: int) -> bool:
@@ -305,7 +335,7 @@ def need(
         jobs = tokens * heads // shape.lines + MOST_RUNS
         law = law_for(heads) if law is None else law
         cut = min(tokens * heads * law.pieces(context, law.unit), MOST_CUT)
-        return Need(tokens, cut + shape.slots * shape.lines, jobs)
+        return Need(tokens, cut + shape.spare, jobs)
     lines, law = nodes * heads, law_for(heads) if law is None else law
     spans = max(1, law.pieces(context, law.unit * law.per if shape.walk else law.unit))
     per_partial = latent * 4 + 8

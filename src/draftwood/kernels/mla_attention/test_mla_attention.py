@@ -152,10 +152,10 @@ def test_launches_match_the_signatures(name: str, monkeypatch: pytest.MonkeyPatc
 
 def _emulator(folder: Path, shape: op.Form, latent: int, rope: int, cols: int = 0) -> Path:
     nodes = isinstance(shape, sizes.Nodes)
-    binary = folder / f"emulator_{shape.lines}_{cols}_{nodes}"
+    binary = folder / f"emulator_{shape.lines}_{cols}_{shape.file}"
     span = SMALL.unit * (SMALL.per if shape.walk else 1)
     macros = shape.macros(latent, rope, SMALL) | {"FOLDED": cols, "LINES": shape.lines, "SPAN": span}
-    macros |= {"NODES": 1, "TOGETHER": 1} if nodes else {}
+    macros |= {"NODES": 1, "TOGETHER": 1, "HEADS": int(isinstance(shape, sizes.Heads))} if nodes else {}
     flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-w", "-DEMULATION", *(f"-D{k}={v}" for k, v in macros.items())]
     subprocess.run(["g++", *flags, "-o", str(binary), str(op.FOLDER / "emulation" / "main.cpp")], check=True)
     return binary
@@ -209,9 +209,10 @@ def test_emulated_lines_as_columns_have_the_same_bits_in_every_form(tmp_path: Pa
 def test_emulated_nodes_have_the_bits_of_columns_whole_and_cut(tmp_path: Path) -> None:
     columns = op.SHAPES["c9"]
     other = _emulator(tmp_path, columns, 512, 64, 64)
-    for name, cut in (("n4", [600]), ("n2", [600]), ("n4", [130, 0, 62])):  # one row is cut; many nodes are jobs enough
+    one, many = [600], [130, 0, 62]  # a row that is cut; nodes that are jobs enough
+    for name, cut in (("n4", one), ("n2", one), ("h", one), ("n4", many), ("h", many)):
         shape = op.SHAPES[name]
-        step = make(cut, [1] if len(cut) == 1 else [3, 1, 5], 32, kind="chain")
+        step = make(cut, [1] if len(cut) == 1 else [3, 1, 5], 64 if name == "h" else 32, kind="chain")
         binary, some = _emulator(tmp_path, shape, 512, 64), live(step)
         got = _emulate(binary, shape, step)
         assert error(got[some], reference(step)[some]) < 1e-2
@@ -271,6 +272,36 @@ def test_emulated_warpgroup_products_read_their_operands_as_described(tmp_path: 
     _check_probe(a, b, sums[0], sums[1], torch.frombuffer(bytearray(data[-2048:]), dtype=torch.bfloat16).view(16, 64))
 
 
+TURNED = jit.Source(op.FOLDER / "emulation" / "turned.cu", "turned")
+SPREADS = [(0, 1), (-8, 9), (-40, 41), (-75, -55), (-134, -120), (40, 62)]
+"""Of exponents: values alike, sums that round, products lost beside others, subnormal sums, subnormal values, near the largest."""
+
+
+def _hard(spread: tuple[int, int], cancels: bool, seed: int) -> torch.Tensor:
+    """Operand [64, 576] bf16 of random values with exponents from a range; cancels: nine of ten pairs are opposite."""
+    made = torch.Generator().manual_seed(seed)
+    values = torch.randn(64, 576, generator=made) * torch.exp2(torch.randint(*spread, (64, 576), generator=made).float())
+    if cancels:
+        opposite = torch.rand(64, 288, generator=made) < 0.9
+        values[:, 1::2] = torch.where(opposite, -values[:, ::2], values[:, 1::2])
+    return values.bfloat16()
+
+
+@needs_compiler
+def test_emulated_products_turned_round_are_the_same(tmp_path: Path) -> None:
+    flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-w", "-DEMULATION", "-x", "c++"]
+    subprocess.run(["g++", *flags, "-o", str(tmp_path / "turned"), str(TURNED.file)], check=True)
+    made = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(-4, 5, (64, 576), generator=made).bfloat16() for _ in range(2))
+    (tmp_path / "in").write_bytes(torch.cat((x, y)).view(torch.int16).numpy().tobytes())
+    subprocess.run([str(tmp_path / "turned"), str(tmp_path / "in"), str(tmp_path / "out")], check=True)
+    data = torch.frombuffer(bytearray((tmp_path / "out").read_bytes()), dtype=torch.float32)
+    columns, rows, tall, wide = (part.view(64, -1) for part in data.split([64 * 64, 64 * 64, 64 * 128, 64 * 128]))
+    scores = x.float() @ y.float().T
+    values = sum(x[:, 64 * i : 64 * i + 64].float() @ y[:, 128 * i : 128 * i + 128].float() for i in range(4))
+    assert [torch.equal(a, b) for a, b in ((columns, scores), (rows, scores), (tall, values), (wide, values))] == [True] * 4
+
+
 # ------------------------------------------------------------------------------------------------- on a GPU
 
 
@@ -284,6 +315,20 @@ def test_warpgroup_products_on_the_device_are_those_of_the_emulation() -> None:
     jit.Kernel(PROBE, cuda().index, (64 + 72 + 16) * 128)(1, 128, [a.to(cuda()), b.to(cuda()), along, across, turned])
     torch.cuda.synchronize()
     _check_probe(a, b, along.cpu(), across.cpu(), turned.cpu())
+
+
+@gpu
+@needs_gpu
+def test_products_turned_round_have_the_same_bits_on_hard_values() -> None:
+    _skip_without("c1")
+    turned = jit.Kernel(TURNED, cuda().index, 18 * 8192)
+    for i, spread in enumerate(SPREADS):
+        for j, other in enumerate(SPREADS):
+            x, y = (_hard(s, (i + j) % 2 == 1, seed).to(cuda()) for s, seed in ((spread, i), (other, 100 + j)))
+            outs = [torch.full((64, n), float("nan"), device=cuda()) for n in (64, 64, 128, 128)]
+            turned(1, 128, [x, y, *outs])
+            columns, rows, tall, wide = (out.view(torch.int32) for out in outs)
+            assert torch.equal(columns, rows) and torch.equal(tall, wide), f"exponents {spread} and {other}"
 
 
 def _shapes(heads: int = 64) -> list[str]:
@@ -322,7 +367,8 @@ def test_every_shape_has_the_same_bits_and_they_are_near_float64(heads: int) -> 
 @gpu
 @needs_gpu
 @pytest.mark.parametrize(
-    ("heads", "tree", "node_alone"), [(8, None, None), (64, None, None), (8, "c9", "c1"), (64, "c9", "c9"), (64, "n4", "c9")]
+    ("heads", "tree", "node_alone"),
+    [(8, None, None), (64, None, None), (8, "c9", "c1"), (64, "c9", "c9"), (64, "n4", "c9"), (64, "h", "c9")],
 )
 def test_a_node_has_the_bits_of_the_same_token_decoded_alone(heads: int, tree: str | None, node_alone: str | None) -> None:
     _skip_without(tree or "u1s")
@@ -341,7 +387,7 @@ def test_a_node_has_the_bits_of_the_same_token_decoded_alone(heads: int, tree: s
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("shape", [None, "c9", "d4", "n4"])
+@pytest.mark.parametrize("shape", [None, "c9", "d4", "n4", "n2", "h"])
 @pytest.mark.parametrize("nodes", EDGES)
 def test_edge_sizes(nodes: int, shape: str | None) -> None:
     _skip_without(shape or "u1s")
@@ -353,7 +399,7 @@ def test_edge_sizes(nodes: int, shape: str | None) -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("shape", ["u1", "g1", "g4", "c9", "d4", "n4", "n2"])
+@pytest.mark.parametrize("shape", ["u1", "g1", "g4", "c9", "d4", "n4", "n2", "h"])
 def test_a_row_does_not_depend_on_other_rows_their_number_its_slot_or_pages(shape: str) -> None:
     _skip_without(shape)
     lengths, counts = [0, 3000, 65, 1, 512, 2047, 900], [9, 3, 0, 33, 1, 17, 9]
@@ -369,7 +415,8 @@ def test_a_row_does_not_depend_on_other_rows_their_number_its_slot_or_pages(shap
             step.q[t : t + n].contiguous(), step.q_pe[t : t + n].contiguous(), cache, table, *ints,
             step.masks[t : t + n].contiguous(), [step.prefixes[row]], [step.latents[row]], [step.paths[row]],
         )  # fmt: skip
-        assert same(attend(own, {"c9": "d4", "d4": "c9", "n4": "c9", "n2": "n4"}.get(shape, "u1s")), got[t : t + n]), f"row {row}"
+        other = {"c9": "d4", "d4": "c9", "n4": "c9", "n2": "n4", "h": "c9"}.get(shape, "u1s")
+        assert same(attend(own, other), got[t : t + n]), f"row {row}"
 
 
 @gpu
@@ -394,7 +441,7 @@ def test_pages_beyond_two_to_the_31_elements() -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("shape", ["u1", "g2", "c9", "d4", "n4"])
+@pytest.mark.parametrize("shape", ["u1", "g2", "c9", "d4", "n4", "h"])
 def test_a_thousand_replays_have_the_same_bits_and_follow_new_lengths(shape: str) -> None:
     _skip_without(shape)
     step = make([1500, 900], [9, 5], _heads(shape), cuda(), nodes=9)

@@ -9,7 +9,9 @@ namespace planning {
 #endif
 }
 namespace attending {
-#if NODES
+#if HEADS
+#include "../heads.cu"
+#elif NODES
 #include "../nodes.cu"
 #elif COLUMNS
 #include "../columns.cu"
@@ -50,9 +52,10 @@ int main(int, char** argv) {
   run_grid({2, 1, 1}, {planning::THREADS, 1, 1}, [&] {
     planning::mla_plan_nodes(lengths.data(), 1, counts.data(), 1, starts.data(), 1, rows, heads, LINES, blocks, parts, jobs, list.data(), &head, live.data());
   });
+  const int crew = HEADS ? 2 : 1;
   std::vector<float> spare((size_t)blocks * LINES * LATENT, NAN);
   attending::Map map{{(u64)cache.data()}};
-  run_grid({min(blocks, head.jobs), 1, 1}, {attending::THREADS, 1, 1}, [&] {
+  run_grid({min(blocks, head.jobs) * crew, 1, 1}, {attending::THREADS, 1, 1}, [&] {
     attending::mla_attend(map, q.data(), q_pe.data(), ROPE, cache.data(), table.data(), pages, masks.data(), words, heads, scale[0], list.data(), &head,
                           spare.data(), o.data(), ml.data(), own_o.data(), own_ml.data(), out.data());
   });
