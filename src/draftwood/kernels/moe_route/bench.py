@@ -45,10 +45,10 @@ def _setup(n: int, form: str, device: torch.device) -> Run:
 
 
 def cases() -> list[Case]:
-    """1 to 1024 rows in the form that a layer takes, lists for tiles of 8; few rows also in parts. A router beside the kernel
+    """1 to 1024 rows in parts, lists for tiles of 8; few rows also in the one launch that a layer takes. A router beside the kernel
     before it must not follow itself: here it waits for it, as any launch does."""
     return [
         Case("moe_route", f"{n} rows, {form}", functools.partial(_setup, n, form), op.bytes_moved(K26, n), 2 * n * 384 * 7168)
         for n in (1, 9, 16, 33, 65, 128, 512, 1024)
-        for form in dict.fromkeys((op.best_form(n), "parts"))
+        for form in ("beside", "parts")[n > op.WHOLE_ROWS :]
     ]
