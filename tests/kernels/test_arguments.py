@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftwood.kernels.jit import _argument
-from draftwood.kernels.linear import op, plan
+from draftwood.kernels.kv_commit import op
 from tests.kernels.emulate import COMPILER, Emulated
 
 
@@ -28,10 +28,9 @@ def test_a_tensor_becomes_its_address() -> None:
 @pytest.mark.parametrize("change", ["missing", "one more", "too narrow"])
 def test_a_launch_whose_arguments_are_not_the_kernels_is_refused_where_it_is_emulated(change: str) -> None:
     """On a GPU the driver would read what lies behind them."""
-    form = next(iter(plan.all_forms(next(iter(plan.MACHINES.values())))))
-    kernel = Emulated(op.source(form))
+    kernel = Emulated(op._source())
     of_size = {4: np.int32(0), 8: np.int64(0)}
     args = [of_size[size] for size in kernel.sizes]
     changed = {"missing": args[:-1], "one more": [*args, np.int32(0)], "too narrow": [np.int32(0), *args[1:]]}[change]
     with pytest.raises(RuntimeError, match="the launch gives"):
-        kernel(1, form.threads, changed)
+        kernel(1, 32, changed)
