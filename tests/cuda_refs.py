@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -181,16 +181,13 @@ class Refs:
 
         def get(e: int) -> moe_ref.Expert:
             if e not in dense:
-                dense[e] = repack.expert(weights, e, torch.float32)
+                dense[e] = repack.expert(weights, e)
             found: moe_ref.Expert = dense[e]
             return found
 
         if count:
-            given = None if shared is None else shared[:count]
-            chosen = lists.experts[:count].long()
-            out[:count] = moe_ref.experts(
-                x[:count], get, chosen, lists.weights[:count], lists.first, lists.held, given
-            ).to(BF16)  # fmt: skip
+            y = _experts(x[:count], get, lists.experts[:count].long(), lists.weights[:count], lists.first, lists.held)
+            out[:count] = (y if shared is None else y + shared[:count].double()).to(BF16)
 
     def head_norm_rope(
         self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, turns: Tensor, lengths: Tensor, kv_heads: int, eps: float,
@@ -347,6 +344,17 @@ def _compact(data: Tensor, slots: Tensor, path: Tensor, counts: Tensor) -> None:
     if n == 0 or bool((nodes == torch.arange(n)).all()):
         return
     data[:, slots[0, :n]] = data[:, slots[0, nodes]]
+
+
+def _experts(x: Tensor, get: Callable[[int], moe_ref.Expert], chosen: Tensor, weights: Tensor, first: int, held: int) -> Tensor:
+    """`moe_ref.experts` in float64, an expert's tokens together: a third of its time."""
+    parts = torch.zeros(*chosen.shape, x.shape[1], dtype=torch.float64)
+    for e in chosen.unique().tolist():
+        if first <= e < first + held:
+            gate, up, down = get(e - first)
+            tokens, slots = (chosen == e).nonzero(as_tuple=True)
+            parts[tokens, slots] = moe_ref.hidden(x[tokens], gate, up) @ down.T
+    return (weights.double()[..., None] * parts).sum(1)
 
 
 def _router(router: route_op.Router) -> Tensor:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 
+import pytest
 import torch
 
 from draftwood import plan as plans
 from draftwood.config import Options, Plan
-from draftwood.engine.cuda.build import build
+from draftwood.engine.cuda import build as builder
 from draftwood.engine.cuda.stepper import CudaStepper
 from draftwood.engine.loop import Engine
 from draftwood.llm import _grammars
-from draftwood.model.cuda.pack import pack_drafter, pack_target
-from draftwood.model.weights import load_drafter, load_target
 from draftwood.parallel.comm import Local
-from draftwood.parallel.layout import Layout
 from draftwood.spec.bigram import Bigram
 
 GPU = plans.Device("cuda", "a GPU", 8 << 30)
@@ -30,27 +28,26 @@ def made_plan(**options) -> tuple[Plan, plans.Checkpoint]:
     return plans.decide(asked, checkpoint, GPU), checkpoint
 
 
-@cache
-def packed():
-    """Target and drafter of nano, packed on the CPU once."""
-    checkpoint = plans.find(Options("nano"))
-    target = load_target(checkpoint.folder, checkpoint.config, Layout(), torch.bfloat16, "cpu")
-    drafter = load_drafter(checkpoint.draft_folder, checkpoint.drafter, Layout(), torch.bfloat16, "cpu")
-    return pack_target(checkpoint.config, target, "cpu"), pack_drafter(checkpoint.drafter, drafter, "cpu")
+_target, _drafter = cache(builder._target), cache(builder._drafter)
+"""Weights of nano in the kernels' order, made once a process: a second, and as much again for what references unpack from them."""
 
 
 def engine(device: str = "cpu", graphs: bool = False, **options) -> Engine:
-    """An engine; `options` are fields of Options, or `pages`: how many the cache has."""
-    pages = options.pop("pages", None)
+    """An engine; `options` are fields of Options, or `pages`: how many the cache has, or `own`: True for weights of its own."""
+    pages, own = options.pop("pages", None), options.pop("own", False)
     made, checkpoint = made_plan(**options)
     if pages is not None:
         made = dataclasses.replace(made, num_pages=pages)
     beside = checkpoint.draft_folder / "bigram.safetensors"
     bigram = Bigram.load(beside, checkpoint.config.vocab_size) if made.block else None
     folders = (checkpoint.folder, checkpoint.draft_folder)
-    parts = build(
-        made, checkpoint.config, checkpoint.drafter, folders, bigram, Local(), torch.device(device), _grammars(checkpoint)
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu" and not own:
+            patch.setattr(builder, "_target", _target)
+            patch.setattr(builder, "_drafter", _drafter)
+        parts = builder.build(
+            made, checkpoint.config, checkpoint.drafter, folders, bigram, Local(), torch.device(device), _grammars(checkpoint)
+        )
     return Engine(parts, made, checkpoint.config.stop_ids, CudaStepper(parts, made, graphs))
 
 

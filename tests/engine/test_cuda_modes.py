@@ -14,7 +14,7 @@ from tests.engine.cuda_nano import decode, engine
 @pytest.mark.parametrize("made", [False, True])
 def test_an_engine_made_in_either_mode_runs_its_stages_in_either(cuda_refs, made):  # noqa: F811
     with torch.inference_mode(made):
-        some = engine(tree_budget=4, max_num_seqs=1)
+        some = engine(tree_budget=4, max_num_seqs=1, own=True)
     ask = (tuple(range(40, 60)), SamplingParams(max_tokens=3))
     with torch.inference_mode(not made):
         assert len(decode(some, [ask])[0]) == 3
