@@ -138,6 +138,23 @@ def test_router_does_not_see_other_rows_or_padding() -> None:
     assert int(layer.route(8, live=0).njobs) == 0
 
 
+@pytest.mark.parametrize("rows", [5, 40])
+def test_blocks_of_48_experts_score_as_the_reference(rows: int) -> None:
+    shape, make = route_op.Shape(384, 48, 4), torch.Generator().manual_seed(rows)
+    x, weight = (
+        torch.randn(rows, 384, generator=make).to(torch.bfloat16),
+        torch.randn(48, 384, generator=make).to(torch.bfloat16).float(),
+    )
+    router = route_op.Router(shape, route_op.repack(weight * 0.0625), torch.rand(48, generator=make), 2.0)
+    lists, live = route_op.allocate(shape, rows, 0, 48, "cpu"), torch.tensor([rows], dtype=torch.int32)
+    route_op.route(x, router, live, lists, 8)
+    right = route_ref.choose(x, weight * 0.0625, router.bias, 4, 2.0, torch.float64)
+    assert torch.equal(lists.experts.long(), right.experts) and (lists.weights - right.weights).abs().max() < 1e-6
+    whole = route_op.allocate(shape, rows, 0, 48, "cpu")
+    route_op.route(x, router, live, whole, 8, form="beside")
+    assert torch.equal(lists.partial.view(torch.int32), whole.partial.view(torch.int32))
+
+
 def test_ties_go_to_the_lowest_expert_in_the_kernel() -> None:
     layer = Layer(3)
     layer.router.zero_()

@@ -20,8 +20,8 @@ MOST_ROWS = 1024
 """Rows of one call: an expert's rows are a bit mask of this many bits in shared memory."""
 WHOLE_ROWS, WHOLE_BLOCK = 128, 32
 """Rows up to which all may be one launch, and rows of one of its blocks."""
-SCORE_BLOCKS, BLOCK_ROWS = 264, (32, 64, 128)
-"""Blocks of the score kernel that run at once, and rows that one walks: the fewest of these with which all do."""
+SCORE_BLOCKS, TURN = 132, 16
+"""Blocks of the score kernel that are to run at once, one on each multiprocessor, and rows that a block takes in a turn."""
 CHOOSERS = 16
 """Rows of a block of `settle`, a warp each."""
 FORMS = {"parts": ("parts", ""), "beside": ("", "beside"), "apart": ("scores", "settle")}
@@ -165,7 +165,7 @@ def variants() -> list[Variant]:
 
 def best_form(rows: int) -> str:
     """The way that is fastest within a layer, as measured on an H200: all beside the shared expert's first product where it can be
-    (a step of one row of K2.6 10.00 instead of 10.26 ms); beyond, the scores ahead (5.0 us of 288 rows and 48 experts) and the rest
+    (a step of one row of K2.6 10.00 instead of 10.26 ms); beyond, the scores ahead (3.8 us of 288 rows and 48 experts) and the rest
     beside (.2 where parts take 8.0)."""
     return "beside" if rows <= WHOLE_ROWS else "apart"
 
@@ -175,10 +175,12 @@ def launches(form: str) -> int:
     return {"parts": 2, "apart": 2}.get(form, 1)
 
 
-def score_block(shape: Shape, rows: int) -> int:
-    """Rows that one block of the score kernel walks."""
-    across = shape.experts // 16 * shape.segments
-    return next((b for b in BLOCK_ROWS if -(-rows // b) * across <= SCORE_BLOCKS), BLOCK_ROWS[-1])
+def score_grid(shape: Shape, rows: int, parts: int) -> tuple[tuple[int, int, int], int]:
+    """Grid of the score kernel, and rows that one of its blocks walks. Weights of one part are held for 48 experts at a time."""
+    across = shape.experts // (48 if parts == 1 and shape.experts % 48 == 0 else 16)
+    block = -(-rows // max(1, SCORE_BLOCKS // (across * shape.segments)))
+    block = -(-block // TURN) * TURN
+    return (across, shape.segments, -(-rows // block)), block
 
 
 def route(
@@ -198,18 +200,18 @@ def route(
         raise ValueError(f"form {form!r} must be parts, scores, settle, or up to {WHOLE_ROWS} rows beside; it is for {n}")
     shape, arg = router.shape, np.int32
     get = functools.partial(_kernel, shape=shape, device=x.device.index or 0)
-    parts, across = router.weight.shape[0], (shape.experts // 16, shape.segments)
+    parts = router.weight.shape[0]
     made = (out.experts, out.weights, out.pairs, out.jobs, out.njobs, out.tickets)
     numbers = (arg(out.first), arg(out.held), np.float32(router.scale), arg(tile))
     scored = (router.weight, x, live, out.partial)
     if form == "beside":
-        grid = (*across, -(-n // WHOLE_BLOCK))
+        grid = (shape.experts // 16, shape.segments, -(-n // WHOLE_BLOCK))
         all_of_it = (*scored, router.bias, *made, arg(n), arg(WHOLE_BLOCK), *numbers)
         get("whole", parts=parts)(grid, 32 * shape.warps, all_of_it, pdl=pdl)
         return
     if form != "settle":
-        block = score_block(shape, n)
-        get("scores", parts=parts)((*across, -(-n // block)), 32 * shape.warps, (*scored, arg(n), arg(block)), pdl=pdl)
+        grid, block = score_grid(shape, n, parts)
+        get("scores", parts=parts)(grid, 32 * shape.warps, (*scored, arg(n), arg(block)), pdl=pdl)
     if form != "scores":
         given = (out.partial, router.bias, live, *made, arg(n), *numbers, arg(form == "settle"))
         get("settle", parts=1)(-(-n // CHOOSERS), 32 * CHOOSERS, given, shared=_settle_bytes(shape, out.held, n), pdl=pdl)

@@ -1,6 +1,6 @@
 // Router of an MoE layer: scores = x W^T, sigmoid, biased choice of TOPK experts, weights, and the lists of the grouped GEMMs.
 //
-//   scores   partial[seg][row][expert]: grid (EXPERTS/16, SEGMENTS, row blocks); a warp owns 16 experts x 128 of K
+//   scores   partial[seg][row][expert]: grid (EXPERTS/16/SPAN, SEGMENTS, row blocks); a warp owns 16 SPAN experts x 128 of K
 //   settle   a row a warp: experts[row][slot], weights[row][slot]; the last block makes the lists: pairs, jobs, njobs
 //   whole    all of it in one launch for at most 128 rows: the last block of some rows chooses, the last of all makes the lists
 //
@@ -33,25 +33,28 @@ constexpr int SEGMENT = 128 * WARPS, SEGMENTS = HIDDEN / SEGMENT;
 static_assert(HIDDEN % SEGMENT == 0 && EXPERTS % 16 == 0 && EXPERTS <= 1024 && TOPK <= 32 && TOPK <= EXPERTS, "shape");
 
 #if defined(SCORES) || defined(WHOLE)
-// [row][expert] of a warp's 128 of K and the rows of a turn; 17: the writes of a quad spread over the banks
-template <int TILES> struct Sums { float of[WARPS][8 * TILES][17]; };
-// Scores of this block's 16 experts, segment and rows into partial: [SEGMENTS][rows][EXPERTS]. row_block: rows of a block, a
-// multiple of 8 * TILES, the rows of a turn. begin is called when the weights are on their way; NEW: nothing has waited for who
+// [row][expert] of a warp's 128 of K and the rows of a turn; + 1: the writes of a quad spread over the banks
+template <int TILES, int SPAN> struct Sums { float of[WARPS][8 * TILES][16 * SPAN + 1]; };
+// Scores of this block's 16 SPAN experts, segment and rows into partial: [SEGMENTS][rows][EXPERTS]. row_block: rows of a block, a
+// multiple of 8 * TILES, the rows of a turn. sums: BUFFERS of them. begin is called when the weights are on their way; NEW: nothing has waited for who
 // wrote x and *live.
-template <bool NEW, int TILES, class Begin>
-__device__ __forceinline__ void score_rows(Sums<TILES>* sums, const uint4* W, const bf16* x, const int* live, float* partial, int rows,
+template <bool NEW, int BUFFERS, int TILES, int SPAN, class Begin>
+__device__ __forceinline__ void score_rows(Sums<TILES, SPAN>* sums, const uint4* W, const bf16* x, const int* live, float* partial, int rows,
                                            int row_block, Begin begin) {
   constexpr int STEPS = 8;                     // of 16 K: a warp's 128
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, q = lane & 3, seg = blockIdx.y;
   const int k = seg * SEGMENT + warp * 128;
-  u32 a[PARTS][STEPS][4];
+  u32 a[SPAN][PARTS][STEPS][4];
 #pragma unroll
-  for (int p = 0; p < PARTS; p++)
+  for (int e = 0; e < SPAN; e++)
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {          // weights never change: they travel while the previous kernel ends
-      const uint4 v = load16_once(W + ((long long)(p * (EXPERTS / 16) + blockIdx.x) * (HIDDEN / 16) + k / 16 + i) * 32 + lane);
-      a[p][i][0] = v.x; a[p][i][1] = v.y; a[p][i][2] = v.z; a[p][i][3] = v.w;
-    }
+    for (int p = 0; p < PARTS; p++)
+#pragma unroll
+      for (int i = 0; i < STEPS; i++) {        // weights never change: they travel while the previous kernel ends
+        const long long tile = p * (EXPERTS / 16) + blockIdx.x * SPAN + e;
+        const uint4 v = load16_once(W + (tile * (HIDDEN / 16) + k / 16 + i) * 32 + lane);
+        a[e][p][i][0] = v.x; a[e][p][i][1] = v.y; a[e][p][i][2] = v.z; a[e][p][i][3] = v.w;
+      }
   uint4 next[TILES][4];
   const int from = blockIdx.z * row_block;
   auto fetch = [&](int row) {                  // rows from *live on are computed and not written
@@ -67,14 +70,14 @@ __device__ __forceinline__ void score_rows(Sums<TILES>* sums, const uint4* W, co
   const int to = min(min(rows, NEW ? load_new(live) : *live), from + row_block);
   int buffer = 0;
 #pragma unroll 1
-  for (int row = from; row < to; row += 8 * TILES, buffer ^= 1) {
+  for (int row = from; row < to; row += 8 * TILES, buffer ^= BUFFERS - 1) {
     uint4 b[TILES][4];
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
       for (int i = 0; i < 4; i++) b[t][i] = next[t][i];
     if (row + 8 * TILES < to) fetch(row + 8 * TILES);
-    float acc[TILES][4] = {};
+    float acc[SPAN][TILES][4] = {};
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -82,20 +85,26 @@ __device__ __forceinline__ void score_rows(Sums<TILES>* sums, const uint4* W, co
 #pragma unroll
         for (int p = 0; p < PARTS; p++)
 #pragma unroll
-          for (int t = 0; t < TILES; t++) mma(acc[t], a[p][2 * i + s], s ? b[t][i].z : b[t][i].x, s ? b[t][i].w : b[t][i].y);
+          for (int t = 0; t < TILES; t++)
 #pragma unroll
-    for (int t = 0; t < TILES; t++) {
-      float (*sum)[17] = sums[buffer].of[warp] + 8 * t;
-      sum[2 * q][g] = acc[t][0]; sum[2 * q + 1][g] = acc[t][1]; sum[2 * q][g + 8] = acc[t][2]; sum[2 * q + 1][g + 8] = acc[t][3];
-    }
-    __syncthreads();                           // two buffers: the next round writes the other one
-    for (int i = tid; i < 128 * TILES; i += 32 * WARPS) {
-      const int r = i >> 4, e = i & 15;
+            for (int e = 0; e < SPAN; e++)
+              mma(acc[e][t], a[e][p][2 * i + s], s ? b[t][i].z : b[t][i].x, s ? b[t][i].w : b[t][i].y);
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int e = 0; e < SPAN; e++) {
+        float *even = sums[buffer].of[warp][8 * t + 2 * q] + 16 * e + g, *odd = sums[buffer].of[warp][8 * t + 2 * q + 1] + 16 * e + g;
+        even[0] = acc[e][t][0]; odd[0] = acc[e][t][1]; even[8] = acc[e][t][2]; odd[8] = acc[e][t][3];
+      }
+    __syncthreads();                           // of two buffers the next turn writes the other one
+    for (int i = tid; i < 128 * TILES * SPAN; i += 32 * WARPS) {
+      const int r = i / (16 * SPAN), e = i % (16 * SPAN);
       float v = sums[buffer].of[0][r][e];
 #pragma unroll
       for (int w = 1; w < WARPS; w++) v += sums[buffer].of[w][r][e];
-      if (row + r < to) partial[((long long)seg * rows + row + r) * EXPERTS + blockIdx.x * 16 + e] = v;
+      if (row + r < to) partial[((long long)seg * rows + row + r) * EXPERTS + blockIdx.x * 16 * SPAN + e] = v;
     }
+    if (BUFFERS == 1) __syncthreads();
   }
 }
 #endif
@@ -104,8 +113,10 @@ __device__ __forceinline__ void score_rows(Sums<TILES>* sums, const uint4* W, co
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 scores(const uint4* __restrict__ W, const bf16* __restrict__ x, const int* __restrict__ live, float* __restrict__ partial,
        int rows, int row_block) {
-  __shared__ Sums<2> sums[2];
-  score_rows<false>(sums, W, x, live, partial, rows, row_block, [] {
+  // 48 experts a block read x a third as often; with W in three parts their registers are not there.
+  constexpr int SPAN = PARTS == 1 && EXPERTS % 48 == 0 ? 3 : 1, BUFFERS = SPAN == 1 ? 2 : 1;
+  __shared__ Sums<2, SPAN> sums[BUFFERS];
+  score_rows<false, BUFFERS>(sums, W, x, live, partial, rows, row_block, [] {
     pdl_wait();
     pdl_go();
   });
@@ -338,11 +349,11 @@ whole(const uint4* __restrict__ W, const bf16* x, const int* live, float* partia
       int tile) {
   constexpr int WORDS = 128 / 32 | 1;
   __shared__ union {                           // one after the other
-    Sums<1> sums[2];
+    Sums<1, 1> sums[2];
     struct { float score[WARPS * EXPERTS], biases[EXPERTS]; } choosing;
     struct { u32 mask[EXPERTS * WORDS], at[EXPERTS + 33]; unsigned short before[EXPERTS * WORDS], ids[128 * TOPK]; } listing;
   } space;
-  score_rows<true>(space.sums, W, x, live, partial, rows, row_block, [] { pdl_go_early(); });
+  score_rows<true, 2>(space.sums, W, x, live, partial, rows, row_block, [] { pdl_go_early(); });
   if (!last_of(tickets + 1 + blockIdx.z, gridDim.x * gridDim.y)) return;
   const int n = min(rows, load_new(live)), from = blockIdx.z * row_block, to = min(n, from + row_block);
   for (int e = threadIdx.x; e < EXPERTS; e += 32 * WARPS) space.choosing.biases[e] = bias[e];
