@@ -7,11 +7,15 @@ from hypothesis import strategies as st
 
 from draftwood.model.int4 import GROUP, pack_codes, pack_int4, unpack_codes, unpack_int4
 
-library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+
+@pytest.fixture(scope="module")
+def library():
+    """Four seconds of imports, for the worker that runs these tests alone."""
+    return pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
 
 
-@given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 1 << 30))
-def test_packing_and_unpacking_equal_the_library(rows, words, seed):
+@given(rows=st.integers(1, 5), words=st.integers(1, 9), seed=st.integers(0, 1 << 30))
+def test_packing_and_unpacking_equal_the_library(library, rows, words, seed):
     values = torch.randint(-8, 8, (rows, words * 8), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
     packed = pack_codes(values)
     assert packed.dtype == torch.int32 and torch.equal(packed, library.pack_to_int32(values, 4))
@@ -37,6 +41,7 @@ def quantisation_scheme():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("library")
 def test_the_librarys_compressor_and_ours_read_each_other(dtype):
     from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor as Library
 

@@ -1,5 +1,6 @@
 """Collectives over real processes equal the in-process reference, bit for bit, on every rank."""
 
+import json
 import os
 import socket
 import subprocess
@@ -42,8 +43,10 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_collectives_equal_the_reference_on_every_rank(tmp_path, world):
+def test_collectives_equal_the_reference_on_every_rank_and_rank_0_alone_owns_stdout(tmp_path, world, capfd):
     assert run_ranks(["collectives", str(tmp_path)], world, command=PROGRAM) == 0
+    said = capfd.readouterr()
+    assert (json.loads(said.out), said.err) == ({"rank": 0, "world": world}, "")
     parts = [part(r) for r in range(world)]
     total = parts[0].clone()
     for p in parts[1:]:
