@@ -28,7 +28,7 @@ TABLE: dict[str, Variable] = {
         Variable("DRAFTWOOD_RANK_TIMEOUT", "600", "seconds a collective may wait for another rank"),
         Variable("DRAFTWOOD_SUPERVISED", "", "set by draftwood for the ranks it starts and watches"),
         Variable("OMP_NUM_THREADS", "", "threads of a rank on CPU (default: the cores, shared by the ranks)"),
-        Variable("DRAFTWOOD_CACHE", "", "folder of compiled kernels (default: ~/.cache/draftwood)"),
+        Variable("DRAFTWOOD_CACHE", "", "folder of compiled kernels (default: ~/.cache/draftwood/kernels)"),
         Variable("DRAFTWOOD_API_KEY", "", "key that `draftwood serve` asks for where --api-key is not given"),
         Variable("NO_COLOR", "", "any value: no colours on the terminal"),
     )
