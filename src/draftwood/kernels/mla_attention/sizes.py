@@ -191,6 +191,22 @@ class Heads(Nodes):
         return given | {"SHARED_BYTES": self.shared_bytes(latent + rope)} | sizes(latent, rope, law)
 
 
+@dataclass(frozen=True)
+class HeadsTwo(Heads):
+    """heads_two.cu: two roles form scores, in turn."""
+
+    spill: int = 4096
+    file: ClassVar[str] = "heads_two.cu"
+
+    def threads(self, latent: int) -> int:
+        """Threads of a block: five roles of four warps."""
+        return 640
+
+    def shared_bytes(self, width: int) -> int:
+        """Dynamic shared memory of a block (the sum in heads_two.cu, which checks it)."""
+        return super().shared_bytes(width) + 1536 + 32
+
+
 Form = Shape | Columns | Nodes
 
 
@@ -215,9 +231,10 @@ SHAPES: dict[str, Form] = {
     "n4": Nodes(4, 2, 132, spill=512),
     "n2": Nodes(2, 4, 120),
     "h": Heads(),
+    "hh": HeadsTwo(),
 }
 """u: partial results of units; g: of groups, or whole rows. Then tiles of 16 lines; s: little shared memory. c, d: the same with
-lines as columns, in eights; n: no partial results."""
+lines as columns, in eights; n: no partial results; h: nor here, with lines as rows."""
 NARROW = Shape(1, 2)
 """For latents narrower than 512 (the bundled nano model's 96)."""
 
@@ -233,22 +250,24 @@ COLUMNS = True
 
 
 SHORT, MIDDLE = 2304, 6144
-"""Contexts up to which few nodes, and many, are jobs of nodes.cu: 512 and 4096 tokens and the room with which steps are timed."""
+"""Contexts up to which few nodes, and many, are jobs of nodes.cu and heads.cu: 512 and 4096 tokens and the room that timed steps
+have."""
 
 
 def choose_nodes(tokens: int, heads: int, context: int) -> str | None:
-    """Return the form of nodes.cu for a bucket of so many nodes, None where columns.cu is as fast.
+    """Return the form of nodes.cu or heads.cu for a bucket of so many nodes, None where columns.cu is as fast.
 
-    Few nodes of a short context are cut into runs for all multiprocessors. Many are whole: their jobs take turns, and the last turn
-    must be well filled (48 and 72 nodes are no faster at 512, and slower at 2048).
+    Few nodes of a short context are cut into runs for all multiprocessors. Many are whole: their jobs take turns of 66, and the
+    last turn must be filled as well as counts against columns.cu, whose jobs need not fill any.
     """
     if not takes(SHAPES["n4"], heads) or context > MIDDLE:
         return None
     if context <= SHORT and 4 <= tokens <= 22:
         return "n2" if tokens <= 10 else "n4"
-    whole = tokens * heads // 32
-    turns = -(-whole // 132)
-    return "n4" if whole >= 0.7 * 132 * turns else None
+    jobs = tokens * heads // 64
+    turns = -(-jobs // 66)
+    least = 0.6 if turns == 1 else 0.5 if context <= SHORT else 0.7
+    return "h" if jobs >= least * 66 * turns else None
 
 
 def choose(rows: int, nodes: int, heads: int, context: int, arch: str) -> str:

@@ -9,7 +9,9 @@ namespace planning {
 #endif
 }
 namespace attending {
-#if HEADS
+#if HEADS == 2
+#include "../heads_two.cu"
+#elif HEADS
 #include "../heads.cu"
 #elif NODES
 #include "../nodes.cu"

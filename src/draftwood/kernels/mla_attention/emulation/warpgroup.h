@@ -3,7 +3,7 @@
 #pragma once
 
 struct Product { float* d; int eights; bool across, across_b, add; u64 a, b; };
-static std::deque<std::vector<Product>> products[512];       // of each thread: groups, the last one still open
+static std::deque<std::vector<Product>> products[1024];      // of each thread: groups, the last one still open
 
 inline float operand_value(u64 of, int row, int k, bool across) {
   const u32 start = (u32)(of & 0x3fff) << 4, apart = (u32)(of >> 32 & 0x3fff) << 4, pieces = (u32)(of >> 16 & 0x3fff) << 4;

@@ -1,0 +1,417 @@
+// Attention of one layer on Hopper for many nodes of 64 heads: a job is all heads of one node and all its keys, as in nodes.cu, whose
+// plan and fold these are. Lines (heads) are rows: scores are lines x keys, results lines x values, so 64 lines fill a product.
+//
+// A cluster of two blocks has a job; either has half of the 512 columns of values and forms all scores. So neither waits for the
+// other but for keys: each fetches every other piece for both. Roles: two of four warps form scores, of every other tile each, so
+// that one multiplies while the other weighs; two of four warps have values, 128 columns each; four copy. They go from job to job
+// without meeting: a role waits only for what it takes. Maxima and sums go from a score warp to its like (`passed`).
+//
+// Two tiles of keys fit, nine pieces of 64 keys x 128 bytes each: eight of values, one rotary. Whole pages come by the copy engine;
+// tiles of a node's own keys are copied by threads. Pieces are announced three at a time (`full`, for either way) and given back in
+// twos (`empty`): by value warps, or by score warps where the other block has the values. Probabilities take the place of their tile's
+// rotary piece; they are there, and the factors of the fold with them, when a tile is `ready`, and used up when value warps give that
+// piece back. Queries are those of one job (`asked`, `answered`). Copies tell the others of the next job (`told`): of four, for they
+// are at most three ahead.
+#include "layout.cuh"
+#include "warpgroup.cuh"
+
+static_assert(LATENT == 512 && ROPE == 64, "no such shape");
+#ifndef TOGETHER
+#define TOGETHER 2
+#endif
+constexpr int ROLE = 128, THREADS = 5 * ROLE;
+constexpr int LINES_OF_JOB = 64, HALVES = 2;
+constexpr int PIECES = 9, PIECE = TILE * 128, SLOTS = 2, PARTS = 3, PER_PART = PIECES / PARTS, PAIRS = (PIECES + 1) / 2;
+constexpr int TASKS = 4, FULL = 2 * SLOTS * PARTS, EMPTY = SLOTS * PAIRS;    // of barriers
+constexpr int COPIES = 2;                                // a barrier of the block
+constexpr int BEGUN_REGISTERS = 96, SCORE_REGISTERS = 72, VALUE_REGISTERS = 152, COPY_REGISTERS = 32;
+static_assert(2 * SCORE_REGISTERS + 2 * VALUE_REGISTERS + COPY_REGISTERS <= 5 * BEGUN_REGISTERS, "more registers than the block begins with");
+#include "engine.cuh"
+#include "jobs.cuh"
+
+// What score warps tell value warps of a tile, of each line: by what values so far are multiplied; if a unit ends, the factors of
+// its fold into the group, of the group's into all, and 1 / l.
+enum Factor { RESCALE, BEFORE, LATER, ALL, GROUPED, INVERSE, FACTORS };
+
+struct Place {                                           // in shared memory, bytes; sizes.py has the same sum
+  static constexpr int q = SLOTS * PIECES * PIECE;
+  static constexpr int factors = q + PIECES * PIECE;     // of two tiles in turn, as `moved`
+  static constexpr int moved = factors + 2 * FACTORS * LINES_OF_JOB * 4;   // whether a maximum of 16 lines moved: seldom
+  static constexpr int state = moved + 2 * 16;           // what score warps pass on: of each warp's lines g and g + 8, Softmax
+  static constexpr int slots = state + ROLE / 4 * 48;    // of a node's own keys
+  static constexpr int tasks = slots + 2 * TILE * 4;
+  static constexpr int barriers = tasks + TASKS * 64;
+  static constexpr int end = barriers + (FULL + EMPTY + 2 + 2 + TASKS + 4) * 8;
+};
+#ifdef SHARED_BYTES
+static_assert(Place::end == SHARED_BYTES, "the launcher computes another size of shared memory");
+#endif
+
+template <class T> __device__ __forceinline__ T* shared_at(int offset) { return reinterpret_cast<T*>(raw + offset); }
+__device__ __forceinline__ u32 barrier(int i) { return shared_address(raw) + Place::barriers + i * 8; }
+// Of pages, which the copy engine announces, and of other tiles, which copying threads do.
+__device__ __forceinline__ u32 full(bool page, int slot, int part) { return barrier(((page ? SLOTS : 0) + slot) * PARTS + part); }
+__device__ __forceinline__ u32 empty(int slot, int pair) { return barrier(FULL + slot * PAIRS + pair); }
+__device__ __forceinline__ u32 ready(int slot) { return barrier(FULL + EMPTY + slot); }
+__device__ __forceinline__ u32 asked() { return barrier(FULL + EMPTY + 2); }
+__device__ __forceinline__ u32 answered() { return barrier(FULL + EMPTY + 3); }
+__device__ __forceinline__ u32 told(int job) { return barrier(FULL + EMPTY + 4 + job % TASKS); }
+__device__ __forceinline__ u32 passed(int warp) { return barrier(FULL + EMPTY + 4 + TASKS + warp); }
+// Who arrives at barrier i: threads, or warps.
+__device__ __forceinline__ int arrivals(int i) {
+  if (i < SLOTS * PARTS || barrier(i) == asked()) return ROLE;
+  if (i < FULL) return PAGE_ARRIVALS;
+  if (i < FULL + EMPTY) return ((i - FULL) % PAIRS == PAIRS - 1 ? 8 : 4) * TOGETHER;
+  return barrier(i) >= told(0) ? 1 : barrier(i) == answered() ? 8 : 4;
+}
+
+__device__ __forceinline__ int half_of_block() { return (int)blockIdx.x % HALVES; }
+__device__ __forceinline__ u32 piece_at(int slot, int c) { return shared_address(raw) + (slot * PIECES + c) * PIECE; }
+__device__ __forceinline__ float* factors_of(int slot, int kind) {
+  return shared_at<float>(Place::factors) + (slot * FACTORS + kind) * LINES_OF_JOB;
+}
+
+// The block's job number `job`, once copies have told of it.
+__device__ __forceinline__ Task task_of(int job) {
+  mbarrier_wait(told(job), job / TASKS & 1);
+  return shared_at<Task>(Place::tasks)[job % TASKS];
+}
+
+// Where tile x of a whole row stands in the fold.
+struct Stand {
+  bool complete, begins_group, ends_group, first;        // its unit is; and is its group's first, its group's last; the group is
+  __device__ __forceinline__ Stand(const Task& t, int x) : complete(ends(t, x)) {
+    const bool own = x >= t.shared;
+    const int unit = x * TILE & -size_at(x * TILE, UNIT), size = own ? TILE : size_at(unit, GROUP);
+    begins_group = own ? x == t.shared : (unit & (size - 1)) == 0;
+    ends_group = complete && (x + 1 == (own ? t.tiles : t.shared) || (!own && ((x + 1) * TILE & (size - 1)) == 0));
+    first = own ? t.shared == 0 : unit < size;
+  }
+};
+__device__ __forceinline__ bool begins(const Task& t, int x) { return x == 0 || ends(t, x - 1); }
+
+// ------------------------------------------------------------------------------------------------- scores
+constexpr float SLACK = 8.f;                             // a maximum moves when it is outgrown by a factor of 256: seldom
+
+// The n-th tile's scores: a lane has lines 16w + g and 16w + g + 8, keys 8j + 2q and 8j + 2q + 1: s[4j + 2h + c].
+// phases: a bit for each kind of tile and slot.
+__device__ __forceinline__ void form_scores(float (&s)[32], int n, bool page, u32& phases) {
+  const int slot = n % SLOTS, kind = (page ? SLOTS : 0) + slot;
+  const u64 queries = operand(shared_address(raw) + Place::q), keys = operand(piece_at(slot, 0));
+#pragma unroll
+  for (int x = 0; x < 32; x++) s[x] = 0.f;
+#pragma unroll
+  for (int part = 0; part < PARTS; part++) {
+    mbarrier_wait(full(page, slot, part), phases >> kind & 1);
+    if (!page) show_to_products();                         // what the copy engine wrote products see
+    products_begin();
+#pragma unroll
+    for (int x = 0; x < PER_PART * 4; x++) {
+      const int at = (part * PER_PART + x / 4) * PIECE + x % 4 * 32;
+      product_turned<false>(s, further(queries, at), further(keys, at), part + x > 0);
+    }
+    products_commit();
+  }
+  phases ^= 1u << kind;
+  products_wait<0>();
+  settle(s);
+}
+
+// Of this lane's two lines: m and l of a partial.
+struct Sums {
+  float m[2], l[2];
+  // Fold the later one into this; the factors of both.
+  __device__ __forceinline__ void add(const Sums& later, float (&a)[2], float (&b)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float2 sum = fold_sums(make_float2(m[h], l[h]), make_float2(later.m[h], later.l[h]), a[h], b[h]);
+      m[h] = sum.x, l[h] = sum.y;
+    }
+  }
+};
+
+// What score warps keep of a job: maxima and sums of the unit, of its group, of all groups.
+struct Softmax {
+  Sums one, grouped, all;
+
+  // As the warp with the tile before left it.
+  __device__ __forceinline__ static float4* state() {
+    return shared_at<float4>(Place::state) + ((threadIdx.x >> 5 & 3) * 8 + (threadIdx.x >> 2 & 7)) * 3;
+  }
+  __device__ __forceinline__ static void load(Sums& to, int i) {
+    const float4 v = state()[i];
+    to.m[0] = v.x, to.m[1] = v.y, to.l[0] = v.z, to.l[1] = v.w;
+  }
+  __device__ __forceinline__ static void store(const Sums& v, int i) {
+    if ((threadIdx.x & 3) == 0) state()[i] = make_float4(v.m[0], v.m[1], v.l[0], v.l[1]);
+  }
+  __device__ __forceinline__ static void tell(int slot, int kind, const float (&v)[2]) {
+    const int warp = threadIdx.x >> 5 & 3, g = threadIdx.x >> 2 & 7;
+    if ((threadIdx.x & 3) != 0) return;
+    float* to = factors_of(slot, kind) + warp * 16 + g;
+    to[0] = v[0], to[8] = v[1];
+  }
+
+  // The n-th tile's maxima and probabilities, which take the place of its rotary piece. fresh: it is its unit's first.
+  __device__ __forceinline__ void weigh(const float (&s)[32], float scale, int n, bool fresh) {
+    constexpr u32 ONES = 0x3f803f80u;
+    const int warp = threadIdx.x >> 5 & 3, L = threadIdx.x & 31, slot = n % SLOTS;
+    float most[2] = {minus_infinity(), minus_infinity()}, safe[2], rescale[2], l[4];
+#pragma unroll
+    for (int x = 0; x < 32; x++) most[x >> 1 & 1] = fmaxf(most[x >> 1 & 1], s[x]);
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+      for (int d = 1; d < 4; d <<= 1) most[h] = fmaxf(most[h], __shfl_xor_sync(ALL_LANES, most[h], d));
+    const u32 rounded = pack_bf16(most[0], most[1]);
+    if (n > 0) mbarrier_wait(passed(warp), (n - 1) & 1);
+    load(one, 0);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float old = fresh ? minus_infinity() : one.m[h];
+      float now = fmaxf(old, __fmul_rn(__int_as_float((int)(h ? rounded & 0xffff0000u : rounded << 16)), scale));
+      if (now <= __fadd_rn(old, SLACK)) now = old;
+      safe[h] = now == minus_infinity() ? 0.f : now;
+      rescale[h] = old == minus_infinity() ? 1.f : ex2(__fsub_rn(old, safe[h]));        // nothing yet: O is zero
+      one.m[h] = now;
+      l[2 * h] = l[2 * h + 1] = fresh ? 0.f : __fmul_rn(one.l[h], rescale[h]);
+    }
+    // stmatrix: lanes 0..7 and 8..15 name this warp's first and second 8 lines of a step's first 8 keys, lanes 16..31 of the others.
+    const u32 to = piece_at(slot, PIECES - 1) + warp * 2 * UNIT_ROWS + (L & 15) * 128;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      u32 p[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {                        // h = i & 1, 8 keys = i >> 1
+        const float* v = &s[(2 * k + (i >> 1)) * 4 + (i & 1) * 2];
+        p[i] = pack_bf16(ex2(__fmaf_rn(v[0], scale, -safe[i & 1])), ex2(__fmaf_rn(v[1], scale, -safe[i & 1])));
+      }
+      mma(l, p, ONES, ONES);                               // the law's column of ones
+      stmatrix4(to + (((k * 2 + (L >> 4)) ^ (L & 7)) << 4), p[0], p[1], p[2], p[3]);
+    }
+    one.l[0] = l[0], one.l[1] = l[2];                      // columns are alike
+    tell(slot, RESCALE, rescale);
+    const bool same = __all_sync(ALL_LANES, rescale[0] == 1.f && rescale[1] == 1.f);
+    if (L == 0) shared_at<int>(Place::moved)[slot * 4 + warp] = !same;
+  }
+
+  // After tile x of a whole row: if its unit ends, the factors of the fold.
+  __device__ __forceinline__ void fold_tile(const Task& t, int x, int slot) {
+    const Stand at(t, x);
+    if (!at.complete) return;
+    float a[2], b[2];
+    if (at.begins_group) {
+      grouped = one;
+    } else {
+      load(grouped, 1);
+      grouped.add(one, a, b);
+      tell(slot, BEFORE, a), tell(slot, LATER, b);
+    }
+    if (!at.ends_group) {
+      __syncwarp();                                        // all have read the last one
+      store(grouped, 1);
+      return;
+    }
+    if (at.first) {
+      all = grouped;
+    } else {
+      load(all, 2);
+      all.add(grouped, a, b);
+      tell(slot, ALL, a), tell(slot, GROUPED, b);
+    }
+    __syncwarp();
+    store(all, 2);
+    if (x + 1 < t.tiles) return;
+    const float inverse[2] = {__frcp_rn(all.l[0]), __frcp_rn(all.l[1])};
+    tell(slot, INVERSE, inverse);
+  }
+
+  // After tile x of some of a row's keys: if its unit ends, m and l of partial `to`, which one of the blocks writes.
+  __device__ __forceinline__ void store_tile(const Task& t, int x, float2* to) const {
+    const int warp = threadIdx.x >> 5 & 3, g = threadIdx.x >> 2 & 7;
+    if (ends(t, x) && (threadIdx.x & 3) == 0 && half_of_block() == 0)
+#pragma unroll
+      for (int h = 0; h < 2; h++) to[warp * 16 + h * 8 + g] = make_float2(one.m[h], one.l[h]);
+  }
+};
+
+// Partials of a job: which is the next, as units end.
+struct Next {
+  const Task& t;
+  int heads, units = 0;
+  __device__ __forceinline__ Next(const Task& task, int n) : t(task), heads(n) {}
+  // Of tile x, in `shared` or `apart`.
+  template <class T> __device__ __forceinline__ T* at(int x, T* shared, T* apart, int size) const {
+    return x < t.shared ? shared + (t.part + (long long)units * t.step) * size : apart + (t.own + (long long)(x - t.shared) * heads) * size;
+  }
+  __device__ __forceinline__ void pass(int x) { units += ends(t, x); }
+};
+
+// Of score group `group`: every other tile.
+__device__ __forceinline__ void score_role(int group, int jobs, float scale, int heads, float2* shared, float2* apart) {
+  const int warp = threadIdx.x >> 5 & 3, L = threadIdx.x & 31, q = L & 3, others = (1 - half_of_block()) * 2;
+  float s[32];
+  Softmax softmax;
+  u32 phases = 0;
+  for (int job = 0, n = 0; job < jobs; job++) {
+    const Task task = task_of(job);
+    Next next(task, heads);
+    mbarrier_wait(asked(), job & 1);
+    show_to_products();
+    if (task.tiles == 1 && n % SLOTS != group && L == 0) mbarrier_arrive(answered());   // nothing to ask
+    for (int x = 0; x < task.tiles; x++, n++) {
+      if (n % SLOTS != group) {
+        next.pass(x);
+        continue;
+      }
+      form_scores(s, n, x < task.pages, phases);
+      __syncwarp();
+      arrive_at_all(empty(group, others));
+      arrive_at_all(empty(group, others + 1));
+      if (L == 0 && x + SLOTS >= task.tiles) mbarrier_arrive(answered());
+      if (x + 1 == task.tiles && task.count < TILE)
+#pragma unroll
+        for (int e = 0; e < 32; e++)
+          if (e / 4 * 8 + q * 2 + (e & 1) >= task.count) s[e] = minus_infinity();
+      softmax.weigh(s, scale, n, begins(task, x));
+      if (task.whole) softmax.fold_tile(task, x, group); else softmax.store_tile(task, x, next.at(x, shared, apart, 1));
+      next.pass(x);
+      __syncwarp();                                        // all have read the state
+      softmax.store(softmax.one, 0);
+      show_to_products();
+      __syncwarp();
+      if (L == 0) mbarrier_arrive(passed(warp));
+      if (L == 0) mbarrier_arrive(ready(group));
+    }
+  }
+}
+
+#include "heads_two_values.cuh"
+
+// ------------------------------------------------------------------------------------------------- copies
+// Sixteen rows at once, eight threads a row.
+struct Copier {
+  const Inputs& in;
+  int row, chunk;
+  u32 turned;                                                   // this thread's place in its row of any piece, and its row
+  __device__ __forceinline__ explicit Copier(const Inputs& i) : in(i) {
+    const int v = threadIdx.x - 4 * ROLE;
+    row = v / 8;
+    chunk = v % 8;
+    turned = row * 128 + ((chunk ^ (row & 7)) << 4);
+  }
+  // Until the pair of pieces that begins with c is free for the block's n-th tile.
+  __device__ __forceinline__ static void wait_for(int n, int c) {
+    if (c % 2 == 0 && n >= SLOTS) mbarrier_wait(empty(n % SLOTS, c / 2), (n / SLOTS - 1) & 1);
+  }
+  // The block's n-th tile. This thread's keys are row, row + 16, ... of it.
+  __device__ __forceinline__ void tile(int n, const bf16* const (&keys)[4]) const {
+#pragma unroll
+    for (int c = 0; c < PIECES; c++) {
+      wait_for(n, c);
+#pragma unroll
+      for (int x = 0; x < 4; x++) copy16(piece_at(n % SLOTS, c) + x * 16 * 128 + turned, keys[x] + c * 64 + chunk * 8);
+      if (c % PER_PART == PER_PART - 1) copy_arrive(full(false, n % SLOTS, c / PER_PART));
+    }
+  }
+  // The same of a part of a page, by one thread.
+  __device__ __forceinline__ void page(int n, int part, const void* map, int page) const {
+    const int rank = block_of_cluster();
+    const u32 tell = full(true, n % SLOTS, part);
+#pragma unroll
+    for (int i = 0; i < PER_PART; i++) {
+      const int c = part * PER_PART + i;
+      if (n >= SLOTS && (i == 0 || c % 2 == 0)) mbarrier_wait(empty(n % SLOTS, c / 2), (n / SLOTS - 1) & 1);
+      if (i == 0) mbarrier_expect(tell, PER_PART * PIECE);
+      if ((c + n) % TOGETHER == rank) box_to_all(piece_at(n % SLOTS, c), map, c * 64, page * TILE, tell);
+    }
+  }
+  __device__ __forceinline__ void queries(long long line) const {
+    const u32 at = shared_address(raw) + Place::q;
+#pragma unroll
+    for (int r = 0; r < LINES_OF_JOB; r += 16)
+#pragma unroll
+      for (int c = 0; c < PIECES; c++) {
+        const long long x = line + r + row;
+        const bf16* from = c < PIECES - 1 ? in.q + x * LATENT + c * 64 : in.q_pe + x * in.pe_stride;
+        copy16(at + c * PIECE + r * 128 + turned, from + chunk * 8);
+      }
+    copy_arrive(asked());
+  }
+};
+
+// Returns the tiles that the block has had so far.
+__device__ __forceinline__ int copy_job(const Known& known, const Inputs& in, const void* map, int number, int past) {
+  const Copier copier(in);
+  const Job& job = known.job;
+  const int* table = in.table + (size_t)job.row * in.pages;
+  const int part = threadIdx.x % 32 == 0 ? (threadIdx.x - 4 * ROLE) / 32 : PARTS;   // which this thread fetches of pages, if one
+  const Extent at(job, known.depth);
+  const long long line = (long long)job.token * in.heads + job.first;
+  if (part == 0) {
+    shared_at<Task>(Place::tasks)[number % TASKS] = Task{
+        at.tiles, at.shared, at.last(), at.pages, at.begin, job.step, (job.kind & WHOLE_ROW) != 0, line, job.part,
+        line + (long long)job.token * in.heads};
+    mbarrier_arrive(told(number));
+  }
+  if (part < PARTS && at.pages > 0) copier.page(past, part, map, at.shared > 0 ? known.page : table[at.page(0)]);
+  auto queries = [&]() {
+    if (number > 0) mbarrier_wait(answered(), (number - 1) & 1);
+    copier.queries(line);
+  };
+  if (at.pages > 0) queries();
+  if (part < PARTS)
+    for (int i = 1; i < at.pages; i++) copier.page(past + i, part, map, table[at.page(i)]);
+  int* slots = shared_at<int>(Place::slots);
+  if (at.pages < at.tiles) own_slots(job, in, table, at.base, at.own, slots, threadIdx.x - 4 * ROLE, ROLE);
+  bar_sync<COPIES, ROLE>();                                     // also: pages so far were asked for
+  for (int i = at.pages; i < at.tiles; i++) {
+    const bf16* keys[4];
+#pragma unroll
+    for (int x = 0; x < 4; x++) keys[x] = in.cache + (size_t)slots[(i - at.shared) * TILE + copier.row + x * 16] * WIDTH;
+    copier.tile(past + i, keys);
+    if (i == 0) queries();
+  }
+  bar_sync<COPIES, ROLE>();                                     // all have read the slots of own keys
+  return past + at.tiles;
+}
+
+// Jobs of a cluster: one of each round, in the order of nodes_plan.cu. spare: floats [blocks, 64, 256].
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) mla_attend(
+    BOXES_OF(const bf16*) map, const bf16* q, const bf16* q_pe, int pe_stride, const bf16* cache, const int* table, int pages,
+    const u64* masks, int words, int heads, float scale, const Job* jobs, const Head* head, float* spare, float* o, float2* ml,
+    float* own_o, float2* own_ml, bf16* out) {
+  const Inputs in{q, q_pe, cache, pe_stride, table, pages, masks, words, heads, scale};
+  const int role = threadIdx.x / ROLE, team = blockIdx.x / HALVES, teams = gridDim.x / HALVES;
+  if (threadIdx.x < (Place::end - Place::barriers) / 8) mbarrier_begin(barrier(threadIdx.x), arrivals(threadIdx.x));
+  cluster_begun<THREADS>();
+  // The plan, masks and pages are older than what may still run (rule (b) of common.cuh; the plan lets nobody start early).
+  const int mine = max(0, (load_new(&head->jobs) - team + teams - 1) / teams);
+  if (role == 4) {
+    give_registers<COPY_REGISTERS>();
+    if (mine > 0) {
+      Known known(&jobs[team], in);
+      pdl_wait();
+      pdl_go();
+      for (int number = 0, past = 0;;) {
+        past = copy_job(known, in, &map, number, past);
+        if (++number >= mine) break;
+        known = Known(&jobs[team + number * teams], in);
+      }
+      copy_commit();
+      copy_wait<0>();
+    }
+    cluster_ended();
+    return;
+  }
+  pdl_wait();
+  pdl_go();
+  if (role < 2) {
+    give_registers<SCORE_REGISTERS>();
+    score_role(role, mine, scale, heads, ml, own_ml);
+  } else {
+    take_registers<VALUE_REGISTERS>();
+    value_role(mine, heads, spare, o, own_o, out);
+  }
+  cluster_ended();
+}
