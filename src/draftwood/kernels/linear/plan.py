@@ -356,8 +356,8 @@ def _macros(shape: Shape, **given: int) -> tuple[tuple[str, int], ...]:
 
 
 FED = True
-"""Whether an H200 takes fed forms for many rows. In a step they ended with a launch failure (docs/LOG.md); what is held to be the
-cause is mended (feed.cuh, cluster_end) and has not run on a GPU since."""
+"""Whether an H200 takes fed forms for many rows. Seven processes that met a launch failure with them, or could have, pass since
+blocks of a cluster release what they told each other before they leave (feed.cuh, cluster_end)."""
 
 
 def forms_for(shape: Shape, n: int, machine: Machine = H200) -> tuple[Form, ...]:
