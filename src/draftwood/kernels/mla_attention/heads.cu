@@ -1,16 +1,16 @@
-// Attention of one layer on Hopper for many nodes of 64 heads: a job is all heads of one node and all its keys, as in nodes.cu, whose
-// plan and fold these are. Lines (heads) are rows: scores are lines x keys, results lines x values, so 64 lines fill a product.
+// Attention of one layer on Hopper for many nodes of 64 heads: a job is all heads of one node and all its keys, as in nodes.cu,
+// whose plan and fold these are. Lines (heads) are rows: scores are lines x keys, results lines x values: 64 lines fill a product.
 //
 // A cluster of two blocks has a job; either has half of the 512 columns of values and forms all scores. So neither waits for the
-// other but for keys: each fetches every other piece for both. Four roles of four warps: scores; values of 128 columns; of 128 more;
-// copies. They go from job to job without meeting: a role waits only for what it takes.
+// other but for keys: each fetches every other piece for both. Four roles of four warps: scores; values of 128 columns; of 128
+// more; copies. They go from job to job without meeting: a role waits only for what it takes.
 //
 // Two tiles of keys fit, nine pieces of 64 keys x 128 bytes each: eight of values, one rotary. Whole pages come by the copy engine;
 // tiles of a node's own keys are copied by threads. Pieces are announced three at a time (`full`, for either way) and given back in
-// twos (`empty`): by value warps, or by score warps where the other block has the values. Probabilities take the place of their tile's
-// rotary piece; they are there, and the factors of the fold with them, when a tile is `ready`, and used up when value warps give that
-// piece back. Queries are those of one job (`asked`, `answered`). Copies tell the others of the next job (`told`): of four, for they
-// are at most three ahead.
+// twos (`empty`): by value warps, or by score warps where the other block has the values. Probabilities take the place of their
+// tile's rotary piece; they are there, and the factors of the fold with them, when a tile is `ready`, and used up when value warps
+// give that piece back. Queries are those of one job (`asked`, `answered`). Copies tell the others of the next job (`told`): of
+// four, for they are at most three ahead.
 #include "layout.cuh"
 #include "warpgroup.cuh"
 
@@ -167,7 +167,7 @@ struct Softmax {
     }
 #pragma unroll
     for (int x = 0; x < 4; x++) l[x] = __fmul_rn(l[x], rescale[x >> 1]);
-    // stmatrix: lanes 0..7 and 8..15 name this warp's first and second 8 lines of a step's first 8 keys, lanes 16..31 of the others.
+    // stmatrix: lanes 0..7 and 8..15 name this warp's first and second 8 lines of a step's first 8 keys, 16..31 of the others.
     const u32 to = piece_at(slot, PIECES - 1) + warp * 2 * UNIT_ROWS + (L & 15) * 128;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
@@ -229,7 +229,8 @@ struct Next {
   __device__ __forceinline__ Next(const Task& task, int n) : t(task), heads(n) {}
   // Of tile x, in `shared` or `apart`.
   template <class T> __device__ __forceinline__ T* at(int x, T* shared, T* apart, int size) const {
-    return x < t.shared ? shared + (t.part + (long long)units * t.step) * size : apart + (t.own + (long long)(x - t.shared) * heads) * size;
+    if (x < t.shared) return shared + (t.part + (long long)units * t.step) * size;
+    return apart + (t.own + (long long)(x - t.shared) * heads) * size;
   }
   __device__ __forceinline__ void pass(int x) { units += ends(t, x); }
 };
@@ -346,7 +347,7 @@ __device__ __forceinline__ int copy_job(const Known& known, const Inputs& in, co
   if (first)
     for (int i = 1; i < at.pages; i++) copier.page(past + i, map, table[at.page(i)]);
   int* slots = shared_at<int>(Place::slots);
-  if (at.pages < at.tiles) own_slots(job, in, table, at.base, at.own, slots, threadIdx.x - 3 * ROLE, ROLE);
+  if (at.pages < at.tiles) own_slots(job, in, table, at.base, at.own, slots);
   bar_sync<COPIES, ROLE>();                                     // also: the slots are as far as the first thread knows
   for (int i = at.pages; i < at.tiles; i++) {
     const bf16* keys[4];

@@ -173,8 +173,8 @@ __device__ __forceinline__ void value_groups(const Task& task, Columns& o, Colum
   }
 }
 
-// A node's own keys, one tile or two, the n-th one and the next: a unit each, and a group. Both are weighted piece by piece, so that
-// no third set of columns is needed. before: there are other groups, in `group`.
+// A node's own keys, one tile or two, the n-th one and the next: a unit each, and a group. Both are weighted piece by piece, so
+// that no third set of columns is needed. before: there are other groups, in `group`.
 __device__ __forceinline__ void value_own(int tiles, bool before, Columns& o, Columns& group, int n, bf16* out) {
   const int slot = n % SLOTS, last = (n + tiles - 1) % SLOTS;     // the same if there is one: products do not ask
   wait_for_tile(n);

@@ -1,4 +1,4 @@
-// Jobs of nodes_plan.cu as blocks see them: what all roles of nodes.cu and heads.cu know of a job, and what must be found out of it first.
+// Jobs of nodes_plan.cu as blocks of nodes.cu and heads.cu see them: what all roles know of one, and what must be found out first.
 #pragma once
 
 // A job as all roles see it.
@@ -15,16 +15,15 @@ __device__ __forceinline__ bool ends(const Task& t, int i) {
   return i >= t.shared || unit_ends((t.begin + i) * TILE, i + 1 == t.shared);
 }
 
-// Slots of the keys base..p of a node, `count` of them, in two tiles, by so many threads. The row's first key, which every node has,
-// stands in for those that the second one lacks: their probabilities are 0.
-__device__ __forceinline__ void own_slots(const Job& job, const Inputs& in, const int* table, int base, int count, int* slots, int thread,
-                                          int threads) {
+// Slots of the keys base..p of a node, `count` of them, in two tiles, by the copying threads, of the fourth role. The row's first
+// key, which every node has, stands in for those that the second tile lacks: their probabilities are 0.
+__device__ __forceinline__ void own_slots(const Job& job, const Inputs& in, const int* table, int base, int count, int* slots) {
+  const int v = threadIdx.x - 3 * ROLE;
   auto slot_of = [&](int position) { return table[position / TILE] * TILE + position % TILE; };
-  for (int v = thread; v < 2 * TILE; v += threads)
-    if (v >= count || base + v < job.length) slots[v] = slot_of(v >= count ? 0 : base + v);
-  const u64* mask = in.masks + (size_t)job.token * in.words;
-  for (int v = thread; v < in.words * 64; v += threads) {     // ancestor v: at depth = set bits below it, stored at length + v
-    if (!(mask[v >> 6] >> (v & 63) & 1)) continue;
+  if (v >= count || base + v < job.length) slots[v] = slot_of(v >= count ? 0 : base + v);
+  if (v < in.words * 64) {                                   // ancestor v: at depth = set bits below it, stored at length + v
+    const u64* mask = in.masks + (size_t)job.token * in.words;
+    if (!(mask[v >> 6] >> (v & 63) & 1)) return;
     int depth = __popcll(mask[v >> 6] & ((1ull << (v & 63)) - 1));
     for (int w = 0; w < v >> 6; w++) depth += __popcll(mask[w]);
     const int x = job.length + depth - base;

@@ -276,7 +276,7 @@ __device__ __forceinline__ int copy_job(const Known& known, const Inputs& in, co
   if (first)
     for (int i = 1; i < at.pages; i++) copier.page(past + i, map, table[at.page(i)]);
   int* slots = shared_at<int>(Place::slots);
-  if (at.pages < at.tiles) own_slots(job, in, table, at.base, at.own, slots, threadIdx.x - 3 * ROLE, ROLE);
+  if (at.pages < at.tiles) own_slots(job, in, table, at.base, at.own, slots);
   bar_sync<COPIES, ROLE>();                                     // also: the ring's slots are as far as the first thread knows
   for (int i = at.pages; i < at.tiles; i++) {
     const bf16* keys[4];

@@ -191,22 +191,6 @@ class Heads(Nodes):
         return given | {"SHARED_BYTES": self.shared_bytes(latent + rope)} | sizes(latent, rope, law)
 
 
-@dataclass(frozen=True)
-class HeadsTwo(Heads):
-    """heads_two.cu: two roles form scores, in turn."""
-
-    spill: int = 4096
-    file: ClassVar[str] = "heads_two.cu"
-
-    def threads(self, latent: int) -> int:
-        """Threads of a block: five roles of four warps."""
-        return 640
-
-    def shared_bytes(self, width: int) -> int:
-        """Dynamic shared memory of a block (the sum in heads_two.cu, which checks it)."""
-        return super().shared_bytes(width) + 1536 + 32
-
-
 Form = Shape | Columns | Nodes
 
 
@@ -231,7 +215,6 @@ SHAPES: dict[str, Form] = {
     "n4": Nodes(4, 2, 132, spill=512),
     "n2": Nodes(2, 4, 120),
     "h": Heads(),
-    "hh": HeadsTwo(),
 }
 """u: partial results of units; g: of groups, or whole rows. Then tiles of 16 lines; s: little shared memory. c, d: the same with
 lines as columns, in eights; n: no partial results; h: nor here, with lines as rows."""
@@ -258,16 +241,15 @@ def choose_nodes(tokens: int, heads: int, context: int) -> str | None:
     """Return the form of nodes.cu or heads.cu for a bucket of so many nodes, None where columns.cu is as fast.
 
     Few nodes of a short context are cut into runs for all multiprocessors. Many are whole: their jobs take turns of 66, and the
-    last turn must be filled as well as counts against columns.cu, whose jobs need not fill any.
+    last turn must be well filled (72 nodes are 1.5 us faster at 512 tokens, and 50 slower at 2048).
     """
-    if not takes(SHAPES["n4"], heads) or context > MIDDLE:
+    if not takes(SHAPES["h"], heads) or context > MIDDLE:
         return None
     if context <= SHORT and 4 <= tokens <= 22:
         return "n2" if tokens <= 10 else "n4"
     jobs = tokens * heads // 64
     turns = -(-jobs // 66)
-    least = 0.6 if turns == 1 else 0.5 if context <= SHORT else 0.7
-    return "h" if jobs >= least * 66 * turns else None
+    return "h" if jobs >= 0.7 * 66 * turns else None
 
 
 def choose(rows: int, nodes: int, heads: int, context: int, arch: str) -> str:

@@ -8,10 +8,11 @@
 
 constexpr u32 UNIT_ROWS = 1024;                            // bytes of 8 rows
 
-// Of an operand from shared address `at`: 128-byte swizzle, units 1,024 bytes apart. pieces: bytes from one to the next of an operand
-// across rows that is wider than a piece; else not used.
-__device__ __forceinline__ u64 operand(u32 at, u32 pieces = UNIT_ROWS) {
-  return 1ull << 62 | (u64)(UNIT_ROWS >> 4) << 32 | (u64)(pieces >> 4) << 16 | (u64)((at & 0x3ffff) >> 4);
+// Of an operand from shared address `at`: 128-byte swizzle, units 1,024 bytes apart. (The other distance, between pieces, is not used:
+// no operand is wider than a piece. It is set alike.)
+__device__ __forceinline__ u64 operand(u32 at) {
+  constexpr u64 APART = UNIT_ROWS >> 4;
+  return 1ull << 62 | APART << 32 | APART << 16 | (u64)((at & 0x3ffff) >> 4);
 }
 
 __device__ __forceinline__ u64 further(u64 of, int bytes) { return (of & 0xffffffff00000000ull) | ((u32)of + (u32)(bytes >> 4)); }
@@ -66,28 +67,12 @@ template <int E, bool ACROSS> __device__ __forceinline__ void product(float (&d)
     PRODUCT("72", "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,"
             "%31,%32,%33,%34,%35", "%36", "%37", "%38", "%39", D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28), D4(32));
 }
-// The same with A along rows, D 64 x 64 or 64 x 128; ACROSS: B is across rows, in one piece or two (`operand`).
-#define TURNED(N, LIST, A, B, P, T, ...)                                                                                    \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p," P ",0; wgmma.mma_async.sync.aligned.m64n" N "k16.f32.bf16.bf16 {" LIST "}," \
-               A "," B ",p,1,1,0," T "; }" : __VA_ARGS__ : "l"(a), "l"(b), "r"((int)add), "n"(ACROSS))
-#define D32 D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28)
-#define LIST32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define NEXT32 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+// The same with A along rows, D 64 x 64; B is across rows or along them.
 template <bool ACROSS> __device__ __forceinline__ void product_turned(float (&d)[32], u64 a, u64 b, bool add) {
-  TURNED("64", LIST32, "%32", "%33", "%34", "%35", D32);
+  asm volatile("{ .reg .pred p; setp.ne.b32 p,%34,0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,"
+               "%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},%32,%33,p,1,1,0,%35; }"
+               : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28) : "l"(a), "l"(b), "r"((int)add), "n"(ACROSS));
 }
-template <bool ACROSS> __device__ __forceinline__ void product_turned(float (&halves)[2][32], u64 a, u64 b, bool add) {
-#define d halves[0]
-#define MORE(i) "+f"(halves[1][i]), "+f"(halves[1][i + 1]), "+f"(halves[1][i + 2]), "+f"(halves[1][i + 3])
-  TURNED("128", LIST32 "," NEXT32, "%64", "%65", "%66", "%67", D32, MORE(0), MORE(4), MORE(8), MORE(12), MORE(16), MORE(20), MORE(24),
-         MORE(28));
-#undef MORE
-#undef d
-}
-#undef TURNED
-#undef D32
-#undef LIST32
-#undef NEXT32
 #undef PRODUCT
 #undef D4
 #endif

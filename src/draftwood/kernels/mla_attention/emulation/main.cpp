@@ -9,9 +9,7 @@ namespace planning {
 #endif
 }
 namespace attending {
-#if HEADS == 2
-#include "../heads_two.cu"
-#elif HEADS
+#if HEADS
 #include "../heads.cu"
 #elif NODES
 #include "../nodes.cu"

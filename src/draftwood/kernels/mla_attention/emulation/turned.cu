@@ -2,8 +2,8 @@
 // nodes.cu and columns.cu have them as columns. One block of 128 threads; the same text runs on a GPU and on a CPU.
 //  x [64, 576] lines, y [64, 576] keys, bf16. Results float32, each as [64 lines, ..]:
 //  columns [64] and rows [64]: scores x y^T, one chain of 36 steps, with lines as columns and as rows.
-//  tall [128] and wide [128]: values. Four tiles one after another: tile i has columns 64i.. of x as weights of 64 keys, and columns
-//  128i.. of y as 128 values of a key; with lines as columns, and as rows.
+//  tall [128] and wide [128]: values. Four tiles one after another: tile i has columns 64i.. of x as weights of 64 keys, and
+//  columns 128i.. of y as 128 values of a key; with lines as columns, and as rows.
 #include "../layout.cuh"
 #include "../warpgroup.cuh"
 
@@ -16,7 +16,7 @@ __device__ __forceinline__ void put(int at, const bf16* from) {
     shared_store16(shared_address(raw) + at + c / 8 * PIECE + r * 128 + ((c % 8 ^ (r & 7)) << 4), load16(from + r * 576 + c * 8));
   }
 }
-__device__ __forceinline__ u64 piece(int at, int i, u32 apart = UNIT_ROWS) { return operand(shared_address(raw) + at + i * PIECE, apart); }
+__device__ __forceinline__ u64 piece(int at, int i) { return operand(shared_address(raw) + at + i * PIECE); }
 
 // The value in d[e] of this lane: its row and column.
 __device__ __forceinline__ int row_of(int e) { return 16 * (threadIdx.x >> 5) + (threadIdx.x >> 2 & 7) + (e & 2) * 4; }
@@ -34,8 +34,8 @@ __device__ __forceinline__ void lines_as_columns(int i, float* columns, float* t
   for (int k = 0; k < 16; k++)
 #pragma unroll
     for (int t = 0; t < 2; t++)
-      product<4, true>(v[t], further(piece(Y, k / 4 * 2 + t), k % 4 * 2 * UNIT_ROWS), further(piece(X, k / 4), i * 4 * UNIT_ROWS + k % 4 * 32),
-                       k > 0);
+      product<4, true>(v[t], further(piece(Y, k / 4 * 2 + t), k % 4 * 2 * UNIT_ROWS),
+                       further(piece(X, k / 4), i * 4 * UNIT_ROWS + k % 4 * 32), k > 0);
   products_commit();
   products_wait<0>();
   settle(s), settle(v[0]), settle(v[1]);
@@ -56,7 +56,10 @@ __device__ __forceinline__ void lines_as_rows(float* rows, float* wide) {
     product_turned<false>(s, further(piece(X, k / 4), k % 4 * 32), further(piece(Y, k / 4), k % 4 * 32), k > 0);
 #pragma unroll
   for (int k = 0; k < 16; k++)
-    product_turned<true>(v, further(piece(X, k / 4), k % 4 * 32), further(piece(Y, k / 4 * 2, PIECE), k % 4 * 2 * UNIT_ROWS), k > 0);
+#pragma unroll
+    for (int t = 0; t < 2; t++)
+      product_turned<true>(v[t], further(piece(X, k / 4), k % 4 * 32), further(piece(Y, k / 4 * 2 + t), k % 4 * 2 * UNIT_ROWS),
+                           k > 0);
   products_commit();
   products_wait<0>();
   settle(s), settle(v[0]), settle(v[1]);
@@ -67,7 +70,8 @@ __device__ __forceinline__ void lines_as_rows(float* rows, float* wide) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128) turned(const bf16* x, const bf16* y, float* columns, float* rows, float* tall, float* wide) {
+extern "C" __global__ void __launch_bounds__(128) turned(const bf16* x, const bf16* y, float* columns, float* rows, float* tall,
+                                                         float* wide) {
   put(X, x);
   put(Y, y);
   show_to_products();
@@ -80,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(128) turned(const bf16* x, const bf
 #ifdef EMULATION
 int main(int, char** argv) {                                   // x and y from a file; the four results to another
   std::vector<bf16> x(64 * 576), y(64 * 576);
-  std::vector<float> out[4] = {std::vector<float>(64 * 64), std::vector<float>(64 * 64), std::vector<float>(64 * 128), std::vector<float>(64 * 128)};
+  std::vector<float> out[4];
+  for (int i = 0; i < 4; i++) out[i].resize(i < 2 ? 64 * 64 : 64 * 128);
   FILE* file = fopen(argv[1], "rb");
   if (fread(x.data(), 2, x.size(), file) != x.size() || fread(y.data(), 2, y.size(), file) != y.size()) return 3;
   fclose(file);

@@ -3,13 +3,13 @@
 #pragma once
 
 struct Product { float* d; int eights; bool across, across_b, add; u64 a, b; };
-static std::deque<std::vector<Product>> products[1024];      // of each thread: groups, the last one still open
+static std::deque<std::vector<Product>> products[512];       // of each thread: groups, the last one still open
 
 inline float operand_value(u64 of, int row, int k, bool across) {
-  const u32 start = (u32)(of & 0x3fff) << 4, apart = (u32)(of >> 32 & 0x3fff) << 4, pieces = (u32)(of >> 16 & 0x3fff) << 4;
+  const u32 start = (u32)(of & 0x3fff) << 4, apart = (u32)(of >> 32 & 0x3fff) << 4;
   if (of >> 62 != 1) { fprintf(stderr, "operand without the 128-byte swizzle\n"); abort(); }
   // Bytes from the start: along rows, 8 rows are a unit; across rows, 8 of the summed index are.
-  const u32 far = across ? row / 64 * pieces + k / 8 * apart + k % 8 * 128 + row % 64 * 2 : row / 8 * apart + row % 8 * 128 + k * 2;
+  const u32 far = across ? k / 8 * apart + k % 8 * 128 + row * 2 : row / 8 * apart + row % 8 * 128 + k * 2;
   const u32 at = start + far, turned = at ^ (at >> 7 & 7) << 4;                // the swizzle is a function of the address
   if (turned + 2 > SHARED_LIMIT) { fprintf(stderr, "operand outside shared memory\n"); abort(); }
   uint16_t v;
@@ -45,7 +45,6 @@ template <int N> void products_wait() {
 inline void begin_product(const Product& p) { if (defer_copies) products[current].back().push_back(p); else perform(p); }
 template <int E, bool ACROSS> void product(float (&d)[E * 4], u64 a, u64 b, bool add) { begin_product({d, E, ACROSS, false, add, a, b}); }
 template <bool ACROSS> void product_turned(float (&d)[32], u64 a, u64 b, bool add) { begin_product({d, 8, false, ACROSS, add, a, b}); }
-template <bool ACROSS> void product_turned(float (&d)[2][32], u64 a, u64 b, bool add) { begin_product({d[0], 16, false, ACROSS, add, a, b}); }
 template <int N> void settle(float (&)[N]) {}
 inline void show_to_products() {}
 inline void mbarrier_arrive(u32 at) { arrive({at, nullptr, 3}); }
