@@ -217,7 +217,7 @@ class Refs:
 
     def draft_attention(
         self, qkv: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, ids: Tensor, out: Tensor | None = None,
-        workspace: Tensor | None = None, rows: Tensor | None = None, split: bool | None = None,
+        workspace: Tensor | None = None, rows: Tensor | None = None, cluster: int | None = None,
     ) -> Tensor:  # fmt: skip
         draft_op._check(qkv, keys, values, lengths, ids, rows)
         r, block, heads, d = qkv.shape

@@ -24,8 +24,8 @@ ROPE = RopeConfig(50000.0, 64.0, 4096, 32.0, 1.0, 1.0, 1.0)
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(device: int, d: int, split: bool) -> tuple[op.Form, Emulated]:
-        form = op.form(d, split, jit.SHARED_LIMIT["sm_90a"])
+    def kernel(device: int, d: int, cluster: int) -> tuple[op.Form, Emulated]:
+        form = op.form(d, cluster, jit.SHARED_LIMIT["sm_90a"])
         return form, Emulated(form.source())
 
     monkeypatch.setattr(op, "_kernel", functools.cache(kernel))
@@ -86,10 +86,11 @@ def test_split_and_whole_are_the_reference_and_give_the_same_bits(
     lengths = [0, 1, 64, 257, 321, 1000] if early else [63, 256, 320, 513]
     inputs = _make(lengths, kv_heads, share, d, block, 600)
     qkv, keys, values, counts, ids = inputs
-    whole = op.draft_attention(*inputs, split=False)
+    whole = op.draft_attention(*inputs, cluster=1)
     want = ref.draft_attention(qkv.double(), keys, values, counts, ids, torch.float64)
     assert float((whole.double() - want).abs().max() / want.abs().max()) < 1.2e-2
-    assert torch.equal(op.draft_attention(*inputs, split=True), whole)
+    for cluster in (8, 2) if early else (8, 4):
+        assert torch.equal(op.draft_attention(*inputs, cluster=cluster), whole), cluster
     for row in (1, len(lengths) - 1):
         alone = op.draft_attention(qkv[row : row + 1], keys, values, counts[row : row + 1], ids[row : row + 1])
         assert torch.equal(alone[0], whole[row])
@@ -103,7 +104,7 @@ def test_rows_beyond_the_count_and_other_queries_do_not_matter() -> None:
     changed[:, 1:, :4] = float("nan")
     assert torch.equal(op.draft_attention(changed, keys, values, lengths, ids)[:, 0], want[:, 0])
     lengths[1:], ids[1:] = 1 << 40, 1 << 40
-    for split in (False, True):
+    for cluster in op.CLUSTERS:
         out = torch.full_like(want, 7)
-        op.draft_attention(qkv, keys, values, lengths, ids, out, rows=torch.tensor([1], dtype=torch.int32), split=split)
+        op.draft_attention(qkv, keys, values, lengths, ids, out, rows=torch.tensor([1], dtype=torch.int32), cluster=cluster)
         assert torch.equal(out[0], want[0]) and bool((out[1:] == 7).all())

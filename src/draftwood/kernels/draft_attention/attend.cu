@@ -6,34 +6,37 @@
 //
 // LAW 1.  Chunks of 128 places; the chunks of a row depend on its own length only.  Each chunk gives (m, l, o): the tiles
 // in order with a running maximum, from nothing.  Chunks are merged in order, `merge` below, from (-inf, 0, 0).  The split
-// form spreads the chunks over a cluster of 8 blocks, and over groups of 4 warps in each, leaves them in global memory, and
-// each block merges an eighth of the queries; the whole form walks all chunks and merges as it goes: the same operations on
+// form spreads the chunks over a cluster of blocks, and over groups of 4 warps in each, leaves them in global memory, and
+// each block merges its share of the queries; the whole form walks all chunks and merges as it goes: the same operations on
 // the same numbers.  A query row is a row of the mma and a key head is its own, so neither other queries nor other rows matter.
 #include "../rounded.cuh"
 
 #ifndef D
 #define D 128            // width of a head: 64 or 128
 #endif
-#ifndef SPLIT
-#define SPLIT 1          // 1: the chunks of a row belong to a cluster of blocks; 0: a block of threads has them all
+#ifndef CLUSTER
+#define CLUSTER 8        // blocks of a cluster that share a row's chunks: 2, 4 or 8; 1: a block of threads has them all
 #endif
+#define SPLIT (CLUSTER > 1)
 #ifndef GROUPS
 #define GROUPS 1         // of 4 warps, each with chunks of its own
 #endif
 #ifndef STAGES
 #define STAGES 3         // tiles of keys and values in a group's ring
 #endif
-constexpr int TILE = 64, CHUNK = 128, WARPS = 4, QUERIES = 16 * WARPS, OWN_KEYS = 16, CLUSTER = SPLIT ? 8 : 1;
+constexpr int TILE = 64, CHUNK = 128, WARPS = 4, QUERIES = 16 * WARPS, OWN_KEYS = 16;
 constexpr int PIECES = D / 8, ROW = D * 2, HALF_STAGE = TILE * ROW, STAGE = 2 * HALF_STAGE;      // bytes; keys, then values
 
 #if SPLIT && !defined(EMULATION)
-#define CLUSTER_SHAPE __cluster_dims__(8, 1, 1)
+#define CLUSTER_SHAPE __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define CLUSTER_SHAPE
 #endif
 // What the blocks of a cluster wrote before it, to global memory too, is visible to all of them after it.
 __device__ __forceinline__ void cluster_sync() {
-#ifndef EMULATION
+#ifdef EMULATION
+  __syncthreads();
+#else
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }

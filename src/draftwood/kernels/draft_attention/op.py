@@ -20,19 +20,19 @@ _NULL = np.uint64(0)
 HEAD_DIMS = (64, 128)
 CHUNK, QUERIES, TILE = 128, 64, 64
 """As in attend.cu: places per chunk, query rows per block of threads, keys per tile."""
-CLUSTER = 8
-"""Blocks that share a row's chunks when a launch is split."""
 MAX_BLOCK = 16
-SPLIT_BELOW = 16
-"""Rows x kv heads x query groups up to which a row's chunks are spread over a cluster of blocks."""
+SPLITS = ((8, 8), (24, 4), (32, 2))
+"""(rows x kv heads x query groups, blocks of a cluster over which a row's chunks are then spread), as measured on an H200: such a
+block fills a multiprocessor, and not all clusters of eight find room at once where there are sixteen of them."""
+CLUSTERS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Form:
-    """How attend.cu is compiled: groups of four warps with chunks of their own, and stages of each group's ring."""
+    """How attend.cu is compiled: blocks of a cluster, groups of four warps with chunks of their own, stages of a group's ring."""
 
     d: int
-    split: bool
+    cluster: int
     groups: int
     stages: int
 
@@ -44,42 +44,46 @@ class Form:
     @property
     def shared(self) -> int:
         """Bytes: the rings, and for the whole form the queries."""
-        return self.groups * self.stages * TILE * self.d * 4 + (0 if self.split else QUERIES * self.d * 2)
+        return self.groups * self.stages * TILE * self.d * 4 + (0 if self.cluster > 1 else QUERIES * self.d * 2)
 
     def source(self) -> jit.Source:
         """What is compiled."""
-        macros = {"D": self.d, "SPLIT": int(self.split), "GROUPS": self.groups, "STAGES": self.stages}
+        macros = {"D": self.d, "CLUSTER": self.cluster, "GROUPS": self.groups, "STAGES": self.stages}
         return jit.Source(_FOLDER / "attend.cu", "draft_attend", macros)
 
 
-def form(d: int, split: bool, limit: int) -> Form:
+def form(d: int, cluster: int, limit: int) -> Form:
     """The form for an architecture whose blocks may have `limit` bytes of shared memory; it changes no bit."""
     wide = d == 128 and limit < 200_000
-    return Form(d, split, 2 if split and not wide else 1, 2 if wide and not split else 3)
+    split = cluster > 1
+    return Form(d, cluster, 2 if split and not wide else 1, 2 if wide and not split else 3)
 
 
 def variants() -> list[Variant]:
     """Everything the launcher chooses."""
     found: dict[Form, list[str]] = {}
-    for arch, d, split in itertools.product(jit.ARCHS, HEAD_DIMS, (False, True)):
-        found.setdefault(form(d, split, jit.SHARED_LIMIT[arch]), []).append(arch)
-    return [Variant(f.source(), f.threads, f.shared, blocks=1 if f.split else 2, archs=tuple(archs)) for f, archs in found.items()]
+    for arch, d, cluster in itertools.product(jit.ARCHS, HEAD_DIMS, CLUSTERS):
+        found.setdefault(form(d, cluster, jit.SHARED_LIMIT[arch]), []).append(arch)
+    return [
+        Variant(f.source(), f.threads, f.shared, blocks=1 if f.cluster > 1 else 2, archs=tuple(archs)) for f, archs in found.items()
+    ]
 
 
 @functools.cache
-def _kernel(device: int, d: int, split: bool) -> tuple[Form, jit.Kernel]:
-    chosen = form(d, split, jit.SHARED_LIMIT[jit.arch_of(torch.cuda.get_device_capability(device))])
+def _kernel(device: int, d: int, cluster: int) -> tuple[Form, jit.Kernel]:
+    chosen = form(d, cluster, jit.SHARED_LIMIT[jit.arch_of(torch.cuda.get_device_capability(device))])
     return chosen, jit.Kernel(chosen.source(), device, chosen.shared)
 
 
-def splits(rows: int, kv_heads: int, share: int, block: int, capacity: int) -> bool:
-    """Whether a launch of this size spreads a row's chunks; the result's bits are the same either way."""
-    return capacity > CHUNK and rows * kv_heads * -(-share * block // QUERIES) <= SPLIT_BELOW
+def cluster_of(rows: int, kv_heads: int, share: int, block: int, capacity: int) -> int:
+    """Blocks over which a launch of this size spreads a row's chunks, 1 for none; the result's bits are the same in any case."""
+    blocks = rows * kv_heads * -(-share * block // QUERIES)
+    return next((cluster for most, cluster in SPLITS if capacity > CHUNK and blocks <= most), 1)
 
 
 def workspace_numel(rows: int, kv_heads: int, share: int, block: int, capacity: int, d: int) -> int:
     """Floats of scratch that a launch of this size uses; 0 when it does not split."""
-    if not splits(rows, kv_heads, share, block, capacity):
+    if cluster_of(rows, kv_heads, share, block, capacity) == 1:
         return 0
     return rows * kv_heads * -(-capacity // CHUNK) * share * block * (d + 2)
 
@@ -93,13 +97,13 @@ def draft_attention(
     out: Tensor | None = None,
     workspace: Tensor | None = None,
     rows: Tensor | None = None,
-    split: bool | None = None,
+    cluster: int | None = None,
 ) -> Tensor:
     """Attend on torch's current stream; ref.py has the meaning and the shapes. Returns [R, block, q_heads, D] bf16.
 
     qkv, out contiguous; keys, values [rows_total, capacity, kv_heads, D] of one layer, contiguous; lengths, ids int64 [R].
     workspace: float32, at least `workspace_numel`; made if absent. rows: int32 [1] on the device, how many of the R rows
-    are real. split: for tests. Raises ValueError for tensors that do not fit.
+    are real. cluster: one of CLUSTERS, for tests. Raises ValueError for tensors that do not fit.
     """
     _check(qkv, keys, values, lengths, ids, rows)
     r, block, heads, d = qkv.shape
@@ -111,14 +115,14 @@ def draft_attention(
         raise ValueError(f"out must be bf16 {shape} contiguous; it is {out.dtype} {tuple(out.shape)}")
     if r == 0:
         return out
-    split = splits(r, kv_heads, share, block, capacity) if split is None else split
+    cluster = cluster_of(r, kv_heads, share, block, capacity) if cluster is None else cluster
     chunks, queries = -(-capacity // CHUNK), share * block
-    part_o, part_ml = _parts(workspace, r * kv_heads * chunks * queries, d, qkv.device) if split else (_NULL, _NULL)
+    part_o, part_ml = _parts(workspace, r * kv_heads * chunks * queries, d, qkv.device) if cluster > 1 else (_NULL, _NULL)
     count = _NULL if rows is None else rows
     sizes = (np.int32(block), np.int32(share), np.int32(kv_heads), np.int32(capacity), np.int32(chunks))
-    chosen, kernel = _kernel(qkv.device.index or 0, d, split)
+    chosen, kernel = _kernel(qkv.device.index or 0, d, cluster)
     kernel(
-        (CLUSTER if split else 1, kv_heads * -(-queries // QUERIES), r), chosen.threads,
+        (cluster, kv_heads * -(-queries // QUERIES), r), chosen.threads,
         (qkv, keys, values, lengths, ids, count, out, part_o, part_ml, *sizes, np.float32(d**-0.5 * math.log2(math.e))),
         pdl=True,
     )  # fmt: skip

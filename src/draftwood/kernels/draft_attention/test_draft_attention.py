@@ -19,13 +19,14 @@ SHAPES = [(8, 8, 128, 8), (1, 8, 128, 8), (8, 8, 128, 16), (1, 8, 128, 5), (2, 4
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_every_variant_stays_within_limits(arch: str) -> None:
     mine = [variant for variant in op.variants() if arch in variant.archs]
-    assert len(mine) == 4
+    assert len(mine) == 2 * len(op.CLUSTERS)
     for variant in mine:
         check.check("draft_attention", variant, arch)
 
 
 def test_a_launch_splits_only_when_it_is_small_and_says_what_it_needs() -> None:
-    assert op.splits(1, 8, 8, 8, 4096) and not op.splits(1, 8, 8, 8, 128) and not op.splits(16, 8, 8, 8, 4096)
+    assert [op.cluster_of(rows, 8, 8, 8, 4096) for rows in (1, 2, 3, 4, 5)] == [8, 4, 4, 2, 1]
+    assert op.cluster_of(1, 8, 8, 8, 128) == 1
     assert op.workspace_numel(1, 8, 8, 8, 2048, 128) == 8 * 16 * 64 * 130
     assert op.workspace_numel(128, 8, 8, 8, 2048, 128) == 0
     assert max(op.workspace_numel(r, 1, 8, 16, 4096, 128) for r in range(1, 129)) <= 64 * 32 * 64 * 2 * 130
@@ -68,16 +69,16 @@ class TestOnDevice:
     pytestmark = gpu
 
     @pytest.mark.parametrize(("kv_heads", "share", "d", "block"), SHAPES)
-    @pytest.mark.parametrize("split", [False, True])
+    @pytest.mark.parametrize("cluster", op.CLUSTERS)
     def test_results_are_the_float64_attention_whatever_unused_places_hold(
-        self, kv_heads: int, share: int, d: int, block: int, split: bool
+        self, kv_heads: int, share: int, d: int, block: int, cluster: int
     ) -> None:
         rows = len(LENGTHS)
         qkv, keys, values = _make(rows, kv_heads, share, d, block, 2048)
         lengths = torch.tensor(LENGTHS, device="cuda")
         ids = torch.randperm(rows + 3, device="cuda")[:rows].clone()
         _poison((keys, values), lengths.clamp(max=2048), ids)
-        got = op.draft_attention(qkv, keys, values, lengths, ids, split=split)
+        got = op.draft_attention(qkv, keys, values, lengths, ids, cluster=cluster)
         _close(got, ref.draft_attention(qkv.double(), keys, values, lengths, ids, torch.float64))
 
     @pytest.mark.parametrize(("kv_heads", "share", "d", "block"), SHAPES)
@@ -87,9 +88,10 @@ class TestOnDevice:
         rows = len(LENGTHS)
         qkv, keys, values = _make(rows, kv_heads, share, d, block, 2048)
         lengths, ids = torch.tensor(LENGTHS, device="cuda"), torch.arange(rows, device="cuda")
-        whole = op.draft_attention(qkv, keys, values, lengths, ids, split=False)
-        spread = op.draft_attention(qkv, keys, values, lengths, ids, split=True)
-        assert torch.equal(spread.view(torch.int16), whole.view(torch.int16))
+        whole = op.draft_attention(qkv, keys, values, lengths, ids, cluster=1)
+        for cluster in op.CLUSTERS[1:]:
+            spread = op.draft_attention(qkv, keys, values, lengths, ids, cluster=cluster)
+            assert torch.equal(spread.view(torch.int16), whole.view(torch.int16)), cluster
         order = torch.randperm(rows, device="cuda")
         moved_k, moved_v = keys.clone(), values.clone()
         moved_k[order], moved_v[order] = keys[:rows], values[:rows]
@@ -111,10 +113,10 @@ class TestOnDevice:
     def test_rows_beyond_the_devices_count_are_neither_read_nor_written(self) -> None:
         qkv, keys, values = _make(4, 2, 4, 64, 16, 1024)
         lengths, ids = torch.tensor([[300, 2, 1 << 40, 1 << 40], [1, 0, 1 << 40, 1 << 40]], device="cuda")
-        for split in (False, True):
+        for cluster in op.CLUSTERS:
             out = torch.full((4, 16, 8, 64), 7, dtype=BF16, device="cuda")
             count = torch.tensor([2], dtype=torch.int32, device="cuda")
-            op.draft_attention(qkv, keys, values, lengths, ids, out, rows=count, split=split)
+            op.draft_attention(qkv, keys, values, lengths, ids, out, rows=count, cluster=cluster)
             assert not out[:2].isnan().any() and bool((out[2:] == 7).all())
 
     def test_rings_past_two_to_the_31(self) -> None:
@@ -124,8 +126,8 @@ class TestOnDevice:
         values[599].normal_()
         lengths, ids = torch.tensor([4096], device="cuda"), torch.tensor([599], device="cuda")
         want = ref.draft_attention(qkv.double(), keys, values, lengths, ids, torch.float64)
-        for split in (False, True):
-            _close(op.draft_attention(qkv, keys, values, lengths, ids, split=split), want)
+        for cluster in op.CLUSTERS:
+            _close(op.draft_attention(qkv, keys, values, lengths, ids, cluster=cluster), want)
 
     def test_a_thousand_replays_are_bitwise_equal(self) -> None:
         qkv, keys, values = _make(3, 8, 8, 128, 8, 2048)

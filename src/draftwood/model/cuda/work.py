@@ -23,7 +23,7 @@ PARTIALS = 1 << 30
 MOST_ROUTED, WHOLE_ROWS, TICKETS = 1024, 128, 5
 """As in kernels/moe_route: nodes of one call of the router, nodes up to which it is one launch (else two), and numbers that the
 one launch counts with."""
-DRAFT_CHUNK, DRAFT_QUERIES, DRAFT_SPLIT = 128, 64, 16
+DRAFT_CHUNK, DRAFT_QUERIES, DRAFT_SPLIT = 128, 64, 32
 """As in kernels/draft_attention: places per chunk, queries per block, blocks up to which a row is spread."""
 
 
