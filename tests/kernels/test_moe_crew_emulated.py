@@ -1,4 +1,4 @@
-"""The experts' crews (crew.cu) run on the CPU: both parts against the staged form, bit for bit."""
+"""The experts' crews (crew.cu) and both parts in one launch (joined.cu) run on the CPU: against the staged form, bit for bit."""
 
 import functools
 
@@ -22,7 +22,8 @@ SHAPE = op.Shape(512, 512, 4, True)
 
 @functools.cache
 def _kernel(form: op.Form, part: str) -> Emulated:
-    return Emulated(jit.Source(op.FOLDER / f"{form.file}.cu", f"{part}_{form.file}", form.macros(SHAPE, part)))
+    entry = f"{'experts' if form.file == 'joined' else part}_{form.file}"
+    return Emulated(jit.Source(op.FOLDER / f"{form.file}.cu", entry, form.macros(SHAPE, part)))
 
 
 class Experts:
@@ -43,6 +44,13 @@ class Experts:
         lists = (torch.tensor([*jobs, JUNK, JUNK], dtype=torch.int32), torch.tensor([len(jobs)], dtype=torch.int32), self.pairs)
         h = torch.full((len(held), 512), NAN, dtype=torch.bfloat16)
         y, x, w = torch.full((len(held), 512), NAN), self.x, self.weights
+        if form.file == "joined":  # blocks run one after another, so the first one takes all units
+            packed = (w.gate_up, w.gate_up_scale, w.down, w.down_scale)
+            for blocks in (1, 3):  # as the one before left its counters
+                y.fill_(NAN)
+                _kernel(form, "gate_up")(blocks, form.threads, (*packed, x, *lists, h, y, np.int32(1)))
+            assert not lists[0][: len(jobs), 3].any() and not h.isnan().any()
+            return y
         if form.file == "crew":
             arrange = op._arrange_variant(SHAPE)
             Emulated(arrange.source)(len(x), arrange.threads, (self.x, x := torch.full_like(x, NAN)))
@@ -62,6 +70,16 @@ def test_units_of_any_number_of_blocks_give_the_staged_bits(early: bool, monkeyp
     want = experts.run(op.HOPPER["wider"])
     for grid in (1, 5, 40):
         assert torch.equal(experts.run(SMALL, grid), want), grid
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_one_launch_for_both_parts_gives_the_staged_bits(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of every width, an expert without tokens and one with several jobs; no tokens at all."""
+    if early:
+        monkeypatch.setenv("EMULATED_EARLY", "1")
+    experts, joined = Experts([13, 40, 3, 0, 24, 8]), op.HOPPER["joined"]
+    assert torch.equal(experts.run(joined), experts.run(op.HOPPER["wider"]))
+    assert not len(Experts([0, 0]).run(joined))
 
 
 @pytest.mark.parametrize("early", [False, True])

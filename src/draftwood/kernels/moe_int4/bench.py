@@ -7,7 +7,7 @@ of 48 experts is read again every call, from memory: it is larger than any L2). 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -97,9 +97,10 @@ class Prepared:
             call.down()
 
     def gate_up(self) -> None:
-        """The first part of every call."""
+        """The first part of every call; one that joins both follows its own lists here, and so must wait."""
         for call in self.calls:
-            call.gate_up()
+            joined = op.HOPPER[call.plan.gate_up].file == "joined"
+            (replace(call, early=False) if joined else call).gate_up()
 
     def down(self) -> None:
         """The second part of every call."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftwood.kernels import jit
 from draftwood.kernels.check import Variant
 from draftwood.kernels.moe_int4.repack import Packed
-from draftwood.kernels.moe_int4.sizes import CREW_ROWS, FEW, FEW_EXPERTS, FEW_OF_SLICES, SLICE
+from draftwood.kernels.moe_int4.sizes import CREW_ROWS, FEW, FEW_EXPERTS, FEW_OF_SLICES, JOINED_ROWS, SLICE
 from draftwood.kernels.moe_route.op import Lists, most_jobs
 
 FOLDER = Path(__file__).parent
@@ -63,9 +63,9 @@ def shape_of(hidden: int, width: int, topk: int, held: int) -> Shape:
 class Form:
     """One way to run either part: file.cu with blocks of `warps` warps, `blocks` of them on a multiprocessor.
 
-    tokens: 8-token tiles of a job. stages, span: the ring's (staged.cu). depth, ahead: most steps in a warp's ring (crew.cu: chunks
-    of four), and how many steps ahead it reads x (flow.cuh). rows: most rows it serves, 0 for any. spill: bytes that ptxas may
-    spill. chains: of the shapes it serves (Shape.scaled).
+    tokens: 8-token tiles of a job. stages, span: the ring's (staged.cu; joined.cu: of x). depth, ahead: most steps in a warp's ring
+    (crew.cu: chunks of four; joined.cu: stages), and how many steps ahead it reads x (flow.cuh). rows: most rows it serves, 0 for
+    any. spill: bytes that ptxas may spill. chains: of the shapes it serves (Shape.scaled).
     """
 
     file: str
@@ -83,8 +83,8 @@ class Form:
 
     @property
     def threads(self) -> int:
-        """Threads of a block; split has a warp more, which sums, and crew four, which fetch."""
-        return 32 * (self.warps + {"split": 1, "crew": 4}.get(self.file, 0))
+        """Threads of a block; split has a warp more, which sums, joined one and crew four, which fetch."""
+        return 32 * (self.warps + {"split": 1, "joined": 1, "crew": 4}.get(self.file, 0))
 
     @property
     def sums(self) -> bool:
@@ -105,11 +105,13 @@ class Form:
             return (part == "down") == (self.rows > 0)
         if self.file == "crew" and (shape.hidden % 512 or shape.width % 512):
             return False
+        if self.file == "joined":
+            return not any(shape.rows(p) % self.block_rows or shape.steps(p) % self.span for p in PARTS)
         return shape.rows(part) % self.block_rows == 0
 
     @property
     def block_rows(self) -> int:
-        """Weight rows of a block of staged.cu, of a unit of crew.cu."""
+        """Weight rows of a block of staged.cu, of a unit of crew.cu and joined.cu."""
         return (16 if self.file == "crew" else 32) * self.warps
 
     def ring(self, shape: Shape, part: str) -> int:
@@ -132,12 +134,14 @@ class Form:
             return self.warps * self.ring(shape, part) * 576 + rest
         if self.file == "crew":
             return 8 * 1024 * self.tokens + self.depth * self.warps * (4 * 576 + 8) + 16 * CREW_UNITS + 32
+        if self.file == "joined":
+            return self.span * (self.stages * 1024 * self.tokens + self.depth * self.warps * 1152) + 16 * self.stages + 4 * 24
         return self.stages * self.span * (self.warps * 1152 + 1024 * self.tokens)
 
     def macros(self, shape: Shape, part: str) -> dict[str, int]:
         """The macros of its source."""
         found = {"HIDDEN": shape.hidden, "WIDTH": shape.width, "TOPK": shape.topk, "WARPS": self.warps, "BLOCKS": self.blocks}
-        if part == "gate_up":
+        if part == "gate_up" and self.file != "joined":
             found["GATE_UP"] = 1
         if shape.scaled:
             found["SCALED"] = 1
@@ -153,6 +157,8 @@ class Form:
             return found | {"XAHEAD": _divisor(shape.steps(part) // self.warps, self.ahead)}
         if self.file == "crew":
             return found | {"TOKENS": self.tokens, "DEPTH": self.depth}
+        if self.file == "joined":
+            return found | {"TOKENS": self.tokens, "DEPTH": self.depth, "SLOTS": self.stages, "SPAN": self.span}
         found |= {"TOKENS": self.tokens, "STAGES": self.stages}
         found |= {"SPAN": self.span} if self.span else {}
         return found | {"UNROLL": self.unroll} if self.unroll else found
@@ -160,6 +166,8 @@ class Form:
 
 CREW_UNITS = 64
 """Most units (block_rows of a job) that a block of crew.cu takes."""
+JOINED_UNITS, JOINED_BLOCKS = 32_000, 511
+"""Most units that a launch of joined.cu counts (15 bits, some of which blocks take beyond the last), and most blocks (9 bits)."""
 
 
 def run_of(shape: Shape) -> int:
@@ -179,17 +187,21 @@ HOPPER = {
     "share": Form("share", 1, 16, 1, depth=8, ahead=2, chains=(False,)),
     "duo": Form("duo", 1, 16, 1, depth=8, ahead=2, rows=FEW_OF_SLICES, spill=8, chains=(False,)),
     "slim": Form("staged", 1, 8, 2, stages=4, span=2, chains=(False,)),
-    "thin": Form("staged", 1, 4, 4, stages=4, span=2, chains=(True,)),
     "narrow": Form("staged", 2, 4, 4, stages=4, span=2),
     "wide": Form("staged", 4, 4, 3, stages=4, span=2, chains=(False,)),
     "wider": Form("staged", 4, 4, 4, stages=3, span=2, chains=(True,)),
+    "joined": Form("joined", 3, 8, 2, stages=2, span=4, depth=2, chains=(True,)),
     "widest": Form("crew", 16, 16, 1, depth=2, spill=160, chains=(True,)),
 }
 """Forms by growing tokens per expert, as measured on an H200 (384 and 48 experts of K2.6, slices of 8); the limits are in `choose`.
 
-split, one, share and duo are for slices of the experts; those that sum keep y in shared memory and need no combine.
+split, one, share and duo are for slices of the experts; those that sum keep y in shared memory and need no combine; joined is one
+launch for both parts.
 """
-WITHOUT_WARP_GROUPS = HOPPER | {"widest": Form("staged", 16, 4, 2, stages=2, span=2, unroll=1, chains=(True,))}
+WITHOUT_WARP_GROUPS = HOPPER | {
+    "joined": Form("staged", 3, 4, 4, stages=3, span=2, chains=(True,)),
+    "widest": Form("staged", 16, 4, 2, stages=2, span=2, unroll=1, chains=(True,)),
+}
 FORMS = {
     "sm_90a": HOPPER,
     # Not measured there.
@@ -201,10 +213,10 @@ FORMS = {
         "split": Form("split", 1, 8, 1, ahead=2, rows=1, chains=(False,)),
         "duo": Form("stream", 1, 4, 1, depth=8, ahead=2, rows=FEW_OF_SLICES, chains=(False,)),
         "slim": Form("staged", 1, 8, 2, stages=4, span=1, chains=(False,)),
-        "thin": Form("staged", 1, 4, 4, stages=4, span=1, chains=(True,)),
         "narrow": Form("staged", 2, 4, 3, stages=4, span=1),
         "wide": Form("staged", 4, 4, 2, stages=5, span=1, chains=(False,)),
         "wider": Form("staged", 4, 4, 2, stages=5, span=1, chains=(True,)),
+        "joined": Form("staged", 3, 4, 2, stages=5, span=1, chains=(True,)),
         "widest": Form("staged", 16, 4, 2, stages=2, span=1, chains=(True,)),
     },
 }
@@ -222,8 +234,9 @@ class Plan:
 
     @property
     def whole(self) -> bool:
-        """Whether both forms have h in the same order: crew.cu's is its own."""
-        return (HOPPER[self.gate_up].file == "crew") == (HOPPER[self.down].file == "crew")
+        """Whether one form can follow the other: h of crew.cu has an order of its own, and joined.cu is both."""
+        alone = {HOPPER[name].file for name in (self.gate_up, self.down)} & {"crew", "joined"}
+        return not alone or HOPPER[self.gate_up].file == HOPPER[self.down].file
 
     @property
     def tile(self) -> int:
@@ -260,10 +273,11 @@ def choose(shape: Shape, rows: int, experts: int) -> Plan:
     if not shape.scaled and mean <= 0.25:
         return Plan("stream", _first(shape, "down", ("slim", "narrow")))
     if shape.scaled:
-        name = "thin" if mean <= 2 else "narrow" if mean <= 12 else "wider" if mean <= CREW_ROWS else "widest"
+        name = "narrow" if mean <= 12 else "wider" if mean <= CREW_ROWS else "widest"
+        names = ("joined", name) if mean <= JOINED_ROWS else (name, "wider")
     else:
-        name = "narrow" if mean <= 5 else "wide"
-    return Plan(*(_first(shape, part, (name, "wider" if shape.scaled else "narrow")) for part in ("gate_up", "down")))
+        names = ("narrow" if mean <= 5 else "wide", "narrow")
+    return Plan(*(_first(shape, part, names) for part in PARTS))
 
 
 def _first(shape: Shape, part: str, names: tuple[str, ...]) -> str:
@@ -275,7 +289,8 @@ def _first(shape: Shape, part: str, names: tuple[str, ...]) -> str:
 
 def _variant(name: str, part: str, shape: Shape, arch: str) -> Variant:
     form = FORMS[arch][name]
-    source = jit.Source(FOLDER / f"{form.file}.cu", f"{part}_{form.file}", form.macros(shape, part))
+    entry = f"{'experts' if form.file == 'joined' else part}_{form.file}"
+    source = jit.Source(FOLDER / f"{form.file}.cu", entry, form.macros(shape, part))
     return Variant(source, form.threads, form.shared(shape, part), form.blocks, form.spill, archs=(arch,))
 
 
@@ -298,7 +313,8 @@ def variants(found: Iterable[Shape] | None = None) -> list[Variant]:
     for shape in shapes() if found is None else found:
         for arch, forms in FORMS.items():
             for name, form in forms.items():
-                result += [_variant(name, part, shape, arch) for part in ("gate_up", "down") if form.fits(shape, part)]
+                parts = PARTS[:1] if form.file == "joined" else PARTS
+                result += [_variant(name, part, shape, arch) for part in parts if form.fits(shape, part)]
         result.append(_combine_variant(shape))
         if shape.scaled:
             result.append(_arrange_variant(shape))
@@ -360,9 +376,14 @@ class Call:
         return shape_of(self.weights.hidden, self.weights.width, self.lists.experts.shape[1], self.weights.experts)
 
     def gate_up(self) -> None:
-        """Launch h = SwiGLU of every pair."""
+        """Launch h = SwiGLU of every pair; y too if one launch does both."""
         w, x, early = self.weights, self.x, self.early
         device = self.x.device.index or 0
+        if self._joined:
+            packed = (w.gate_up, w.gate_up_scale, w.down, w.down_scale)
+            both = (*packed, x, *self._listed(), self.work.h, self.work.y, np.int32(early))
+            self._launch("gate_up", self.plan.gate_up, both)
+            return
         if FORMS[_arch(device)][self.plan.gate_up].file == "crew":
             # To y, which nobody needs before the down part; the lists are then older than the kernel before.
             x, early = self.work.y, True
@@ -372,17 +393,22 @@ class Call:
         self._launch("gate_up", self.plan.gate_up, args)
 
     def down(self) -> None:
-        """Launch the second product and the weighted sum over each row's experts."""
+        """Launch the second product, if gate_up's launch has not done it, and the weighted sum over each row's experts."""
         w, plan, work, lists = self.weights, self.plan, self.work, self.lists
         tail = (np.uint64(0) if self.shared is None else self.shared, self.live, self.out)
         args = (w.down, w.down_scale, work.h, *self._listed())
         if HOPPER[plan.down].sums:
             self._launch("down", plan.down, (*args, lists.weights, *tail, np.int32(self.rows)))
             return
-        self._launch("down", plan.down, (*args, work.y, np.int32(1)))
+        if not self._joined:
+            self._launch("down", plan.down, (*args, work.y, np.int32(1)))
         grid = (self.rows, -(-self.shape.hidden // 1024))
         kernel = _kernel("", "combine", self.shape, self.x.device.index or 0)
         kernel(grid, 256, (work.y, lists.weights, *tail), pdl=self.pdl)
+
+    @property
+    def _joined(self) -> bool:
+        return FORMS[_arch(self.x.device.index or 0)][self.plan.gate_up].file == "joined"
 
     def _listed(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.lists.jobs, self.lists.njobs, self.lists.pairs
@@ -406,7 +432,10 @@ class Call:
         if work.h.shape[1] != shape.width or work.y.shape[1] != shape.hidden:
             raise ValueError(f"workspace is for {work.y.shape[1]} x {work.h.shape[1]}, not {shape.hidden} x {shape.width}")
         if not self.plan.whole:
-            raise ValueError(f"{self.plan.gate_up} and {self.plan.down} have h in different orders; let a crew serve both parts")
+            raise ValueError(f"{self.plan.gate_up} and {self.plan.down} do not follow each other; let one form serve both parts")
+        units = _joined_units(shape, HOPPER[self.plan.gate_up], most_jobs(n, shape.topk, lists.held, self.plan.tile))
+        if HOPPER[self.plan.gate_up].file == "joined" and units > JOINED_UNITS:
+            raise ValueError(f"{units} units of {n} rows are more than joined counts, {JOINED_UNITS}; use choose()")
         for part, name in (("gate_up", self.plan.gate_up), ("down", self.plan.down)):
             form = HOPPER[name]
             if n > (form.rows or n) or not form.fits(shape, part):
@@ -424,6 +453,10 @@ def _multiprocessors(device: int) -> int:
     return MULTIPROCESSORS[_arch(device)]
 
 
+def _joined_units(shape: Shape, form: Form, jobs: int) -> int:
+    return jobs * sum(shape.rows(part) // form.block_rows for part in PARTS)
+
+
 def _launch(part: str, name: str, shape: Shape, device: int, jobs: int, args: tuple, pdl: bool) -> None:
     form, rows = FORMS[_arch(device)][name], shape.rows(part)
     units, crews = jobs * (rows // 16), jobs * (rows // form.block_rows)
@@ -434,6 +467,7 @@ def _launch(part: str, name: str, shape: Shape, device: int, jobs: int, args: tu
         "share": min(units, form.blocks * _multiprocessors(device)),
         "stream": rows // 16 if part == "down" else -(-units // form.warps),
         "crew": min(crews, max(_multiprocessors(device), -(-crews // CREW_UNITS))),
+        "joined": min(_joined_units(shape, form, jobs), form.blocks * _multiprocessors(device), JOINED_BLOCKS),
     }
     grid = grids[form.file] if form.file in grids else (rows // form.block_rows, jobs)
     _kernel(name, part, shape, device)(grid, form.threads, args, pdl=pdl)

@@ -6,16 +6,16 @@ FEW_EXPERTS = 96
 """Wide experts up to which a rank's rows are many to each: the chain of scaled weights."""
 FEW, FEW_OF_SLICES = 4, 72
 """Most rows whose y blocks of a down part keep in shared memory, of wide experts (stream.cu) and of slices (duo.cu)."""
-
-
-CREW_ROWS = 24
-"""Rows of an expert, on average, above which few wide experts are served by a crew on an H200 (op.py: "widest", crew.cu)."""
+JOINED_ROWS, CREW_ROWS = 19, 24
+"""Rows of an expert, on average, up to which few wide experts take one launch for both parts on an H200 (op.py: "joined",
+joined.cu), and above which a crew serves them ("widest", crew.cu)."""
 
 
 def launches(rows: int, width: int, topk: int, held: int, experts: int, arch: str) -> int:
     """Launches of a call for `rows` rows spread over `experts` experts, of which this rank holds `held` of `width` columns."""
-    crew = arch == "sm_90a" and width > SLICE and held <= FEW_EXPERTS and rows > FEW and rows * topk > CREW_ROWS * experts
-    return 2 + (rows > few_rows(width)) + crew
+    few_wide = arch == "sm_90a" and width > SLICE and held <= FEW_EXPERTS and rows > FEW
+    crew, joined = rows * topk > CREW_ROWS * experts, rows * topk <= JOINED_ROWS * experts and width % 256 == 0
+    return 2 + (rows > few_rows(width)) + (few_wide and crew) - (few_wide and joined)
 
 
 def few_rows(width: int) -> int:

@@ -109,8 +109,8 @@ def test_every_bucket_has_forms_that_fit(shape: op.Shape) -> None:
         assert rows <= (op.HOPPER[plan.down].rows or rows) and plan.whole
         assert (rows <= few_rows(shape.width)) == op.HOPPER[plan.down].sums
         for arch, forms in op.FORMS.items():  # what is counted without torch is what runs
-            held, crew = 48 if shape.scaled else 384, forms[plan.gate_up].file == "crew"
-            taken = 2 + (not forms[plan.down].sums) + crew
+            held, file = 48 if shape.scaled else 384, forms[plan.gate_up].file
+            taken = 2 + (not forms[plan.down].sums) + (file == "crew") - (file == "joined")
             assert launches(rows, shape.width, shape.topk, held, experts, arch) == taken, (rows, experts, arch)
 
 
@@ -128,6 +128,17 @@ def test_blocks_of_a_crew_have_room_for_their_units() -> None:
     for form in (f for f in (*op.HOPPER.values(), *sweep.FORMS.values()) if f.file == "crew"):
         jobs = most_jobs(1024, 8, 48, 8 * form.tokens)
         assert 2 * 4 * jobs <= 8 * 1024 * form.tokens and jobs * 28 <= op.CREW_UNITS * 132
+
+
+def test_counters_of_one_launch_for_both_parts_hold_its_units_and_blocks() -> None:
+    """Jobs have a word each for them: 8 bits of warps, 15 of units, of which every block takes one too many, 9 of blocks."""
+    source = (op.FOLDER / "joined.cu").read_text()
+    assert "TAKEN = 1u << 8, LEFT = 1u << 23;" in source
+    assert op.JOINED_UNITS + op.JOINED_BLOCKS < 2**15 and op.JOINED_BLOCKS < 2**9
+    form = op.HOPPER["joined"]
+    assert EP8.rows("gate_up") // 32 < 2**8
+    assert op._joined_units(EP8, form, most_jobs(1024, 8, 48, 8 * form.tokens)) <= op.JOINED_UNITS
+    assert form.blocks * op.MULTIPROCESSORS["sm_90a"] <= op.JOINED_BLOCKS
 
 
 def test_bad_shapes_are_one_line() -> None:
@@ -251,10 +262,10 @@ def grow(lists: Lists, rows: int, topk: int, tile: int) -> Lists:
 def plans(shape: op.Shape, rows: int) -> list[op.Plan]:
     """Pairs of forms in which every form that may run for so many rows occurs, and what `choose` makes."""
     ups, downs = ([n for n, f in op.HOPPER.items() if f.fits(shape, p) and rows <= (f.rows or rows)] for p in ("gate_up", "down"))
-    crews = [n for n in ups if op.HOPPER[n].file == "crew"]
-    ups, downs = ([n for n in names if n not in crews] for names in (ups, downs))
+    alone = [n for n in ups if op.HOPPER[n].file in ("crew", "joined")]
+    ups, downs = ([n for n in names if n not in alone] for names in (ups, downs))
     pairs = [op.Plan(ups[i % len(ups)], downs[i % len(downs)]) for i in range(max(len(ups), len(downs)))]
-    pairs += [op.Plan(name, name) for name in crews]
+    pairs += [op.Plan(name, name) for name in alone]
     return list(dict.fromkeys(pairs + [op.choose(shape, rows, e) for e in (384, 48, 16)]))
 
 
@@ -277,6 +288,18 @@ def test_every_form_gives_a_row_the_bits_it_has_alone(shape: op.Shape) -> None:
             assert not out.isnan().any(), (rows, plan)
             for i, p in enumerate(pick.tolist()):
                 assert p not in base or torch.equal(out[i], base[p]), (rows, plan, i)
+
+
+@gpu
+@needs_gpu
+def test_small_experts_of_every_chosen_form_have_the_bits_of_few_rows() -> None:
+    """Small enough for the sanitizers, and wide enough for one launch and for a crew."""
+    shape = op.shape_of(512, 1024, 4, 8)
+    packed, batch = random_experts(shape, 8), Batch(shape, 8, rows=65)
+    base = {p: batch.run(packed, torch.tensor([p], device="cuda"), op.Plan("stream", "few"))[0][0] for p in (0, 23)}
+    for rows in (24, 40, 65):
+        out, _ = batch.run(packed, torch.arange(rows, device="cuda"), op.choose(shape, rows, 8))
+        assert not out.isnan().any() and all(torch.equal(out[p], row) for p, row in base.items()), rows
 
 
 @gpu
@@ -355,9 +378,8 @@ def test_candidates_of_the_sweep_give_the_bits_of_the_forms_in_use(shape: op.Sha
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("rows", [1, 33, 128])
-def test_graph_replays_are_bitwise_equal(rows: int) -> None:
-    shape = TP8
+@pytest.mark.parametrize(("shape", "rows"), [(TP8, 1), (TP8, 33), (TP8, 128), (EP8, 9), (EP8, 72)], ids=str)
+def test_graph_replays_are_bitwise_equal(shape: op.Shape, rows: int) -> None:
     packed, batch = random_experts(shape, 48), Batch(shape, 48)
     pick, plan = torch.arange(rows, device="cuda"), op.choose(shape, rows, 48)
     first, _ = batch.run(packed, pick, plan)
