@@ -143,7 +143,7 @@ linear_fed(const unsigned char* W, const bf16* X, void* Y, const bf16* residual,
       if (part == 0) mbarrier_expect(full + 8 * slot, have * 2048 + ARRANGED * XSLOT);
 #pragma unroll 1
       for (int i = mine; i < have; i += COPIERS * SAME_ROWS) {
-        bulk_copy(base + slot * SLOT + XSLOT + i * 2048, from, 2048, full + 8 * slot, same_rows);
+        bulk_copy_to(base + slot * SLOT + XSLOT + i * 2048, from, 2048, full + 8 * slot, same_rows);
         from += (long long)T * (2048 * COPIERS * SAME_ROWS);
       }
     };
@@ -175,7 +175,7 @@ linear_fed(const unsigned char* W, const bf16* X, void* Y, const bf16* residual,
               mbarrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
               weights(w, rows_of(tile), ring.slot);
             }
-            bulk_copy(base + ring.slot * SLOT + place, x, PART, full + 8 * ring.slot, mask);
+            bulk_copy_to(base + ring.slot * SLOT + place, x, PART, full + 8 * ring.slot, mask);
             x += x_stride * 128; w += 2048;
             ring.next();
           }

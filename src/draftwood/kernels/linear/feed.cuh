@@ -1,57 +1,19 @@
-// Copies by the copy engine of sm_90 (cp.async.bulk) to blocks of a cluster, and the barriers in shared memory that tell of them.
+// Copies by the copy engine of sm_90 (../mbarrier.cuh) to blocks of a cluster, and what warps that multiply need to be fed.
 // ALONG: blocks of the cluster that have the same weights, side by side along the tokens; ACROSS: that have the same tokens, along
 // the rows of weights. Block (along, across) of a cluster has rank across * ALONG + along. Included after warpgroup.cuh.
-//
-// A barrier's phase ends when its count of arrivals came and all bytes that were expected; phases are waited for by their parity.
 #pragma once
+#include "../mbarrier.cuh"
 
 #ifdef EMULATION         // blocks run one after another: each copies everything itself
 constexpr int SAME_ROWS = 1, SAME_TOKENS = 1;
-namespace emulated {
-struct Mbarrier { int count = 0, arrived = 0, bytes = 0; unsigned phase = 0; std::deque<Copy> copies; };
-static Mbarrier mbarriers[SHARED / 8];
-inline Mbarrier& mbarrier(u32 at) { place(at, 8); return mbarriers[at / 8]; }
-inline void advance(Mbarrier& b) {
-  if (b.arrived > b.count) fail("more arrivals than a barrier counts");
-  if (b.arrived == b.count && b.bytes == 0) { b.arrived = 0; b.phase++; }
-}
-inline void land(Mbarrier& b) {
-  const Copy c = b.copies.front();
-  b.copies.pop_front();
-  if (c.to % 16 || (uintptr_t)c.from % 16 || c.bytes % 16) fail("bulk copy not aligned");
-  memcpy(place(c.to, 16), c.from, c.bytes);
-  b.bytes -= c.bytes;
-  advance(b);
-}
-}  // namespace emulated
-inline void mbarrier_begin(u32 at, int count) { auto& b = emulated::mbarrier(at); b = {}; b.count = count; }
 inline void barriers_begun() { __syncthreads(); }
 inline void cluster_end() {}
-inline void mbarrier_wait(u32 at, int parity) {
-  auto& b = emulated::mbarrier(at);
-  while ((int)(b.phase & 1) == parity) {
-    if (b.copies.empty()) emulated::leave();
-    else emulated::land(b);
-  }
-}
-inline void mbarrier_expect(u32 at, int bytes) {
-  auto& b = emulated::mbarrier(at);
-  b.arrived++; b.bytes += bytes;
-  emulated::advance(b);
-}
-inline void mbarrier_arrive(u32 at) { mbarrier_expect(at, 0); }
 struct Peers {           // whom this block tells that its slots are empty
   u32 at;
   Peers(u32 empty, int, int) : at(empty) {}
   void tell(u32 slot) const { if ((threadIdx.x & 31) == 0) mbarrier_arrive(at + 8 * slot); }
 };
-inline void bulk_copy(u32 to, const void* from, int bytes, u32 barrier, u32) {
-  auto& b = emulated::mbarrier(barrier);
-  b.copies.push_back({to, from, false, bytes});
-  if (emulated::early) emulated::land(b);
-}
-template <int N> inline void take_registers() {}
-template <int N> inline void give_registers() {}
+inline void bulk_copy_to(u32 to, const void* from, int bytes, u32 mbarrier, u32) { bulk_copy(to, from, bytes, mbarrier); }
 inline u32 transposed(u32 v) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   const u32 low = emulated::from_lane(v, 8 * q + g / 2), high = emulated::from_lane(v, 8 * q + 4 + g / 2);
@@ -63,12 +25,9 @@ inline void store8_if(bool on, void* to, uint2 v) { if (on) *(uint2*)to = v; }
 inline uint2 load8_if(bool on, const void* from) { return on ? *(const uint2*)from : uint2{0, 0}; }
 #else
 constexpr int SAME_ROWS = ALONG, SAME_TOKENS = ACROSS;
-__device__ __forceinline__ void mbarrier_begin(u32 at, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(at), "r"(count) : "memory");
-}
 // By all threads: the barriers of the cluster may be used.
 __device__ __forceinline__ void barriers_begun() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  mbarriers_begun();
   if (ALONG * ACROSS > 1) asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
   else __syncthreads();
 }
@@ -76,17 +35,6 @@ __device__ __forceinline__ void barriers_begun() {
 // block that has left: a launch failure, which blocks that only skip tiles met at once.
 __device__ __forceinline__ void cluster_end() {
   if (ALONG * ACROSS > 1) asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-__device__ __forceinline__ void mbarrier_wait(u32 at, int parity) {
-  asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1; @!p bra again; }"
-               ::"r"(at), "r"(parity) : "memory");
-}
-// Arrives, and so many bytes must come in this phase.
-__device__ __forceinline__ void mbarrier_expect(u32 at, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(at), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(u32 at) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(at) : "memory");
 }
 // Whom this block tells that its slots are empty: those that copy to it, one for each of a warp's first lanes.
 struct Peers {
@@ -102,19 +50,13 @@ struct Peers {
     if (on) asm volatile("mbarrier.arrive.shared::cluster.b64 _,[%0];" ::"r"(at + 8 * slot) : "memory");
   }
 };
-// To this place of every block of the cluster whose bit is in `mask`, and it tells each one's barrier. 16 divides addresses and
-// bytes.
-__device__ __forceinline__ void bulk_copy(u32 to, const void* from, int bytes, u32 barrier, u32 mask) {
+// To this place of every block of the cluster whose bit is in `mask`, and it tells each one's barrier.
+__device__ __forceinline__ void bulk_copy_to(u32 to, const void* from, int bytes, u32 mbarrier, u32 mask) {
   if (mask & (mask - 1))
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0],[%1],%2,[%3],%4;"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((unsigned short)mask) : "memory");
-  else
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(mbarrier), "h"((unsigned short)mask) : "memory");
+  else bulk_copy(to, from, bytes, mbarrier);
 }
-// Registers of a warp group, by all its threads: up to N, or down to it.
-template <int N> __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
-template <int N> __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 // An 8 x 8 matrix of 16-bit values, two of row g in lane (g, q), to its transpose in the same form.
 __device__ __forceinline__ u32 transposed(u32 v) {
   u32 r;

@@ -102,14 +102,14 @@ __device__ __forceinline__ void fetch_rows(u32 sm, const bf16* x, const int* pai
     next = row_of(i + 1);
     const bf16* from = x + lane * 8;
     for (int chunk = 0; chunk < ST / SPAN; chunk++, from += SPAN * 64) {
-      gate_wait(sm + EMPTY + at * 8, parity);
+      mbarrier_wait(sm + EMPTY + at * 8, parity);
       const u32 to = put + at * X_CHUNK;
 #pragma unroll 4
       for (int k = 0; k < mine; k += 2) {
         copy16_if(true, to + k * 512, from + (u64)__shfl_sync(ALL_LANES, row, k) * 8);
         copy16_if(k + 1 < mine, (to + k * 512 + 512) ^ 64, from + (u64)__shfl_sync(ALL_LANES, row, k + 1 & 31) * 8);
       }
-      gate_arrive_copied(sm + FULL + at * 8);
+      mbarrier_arrive_copied(sm + FULL + at * 8);
       parity ^= at; at ^= 1;
     }
   }
@@ -122,8 +122,8 @@ __device__ __forceinline__ void fetch_listed(u32 sm, const bf16* h, int units) {
     const Unit u = unit_at(sm, i);
     const bf16* from = h + (long long)u.first * WIDTH;
     for (int chunk = 0; chunk < ST / SPAN; chunk++) {
-      gate_wait(sm + EMPTY + at * 8, parity);
-      gate_expect(sm + FULL + at * 8, SPAN * u.count * 128);
+      mbarrier_wait(sm + EMPTY + at * 8, parity);
+      mbarrier_expect(sm + FULL + at * 8, SPAN * u.count * 128);
 #pragma unroll
       for (int s = 0; s < SPAN; s++, from += u.count * 64)
         bulk_copy(sm + at * X_CHUNK + s * X_SLOT, from, u.count * 128, sm + FULL + at * 8);
@@ -245,7 +245,7 @@ __device__ __forceinline__ void multiply(u32 sm, Ring& r, u32& parity, const uin
     w = shared_load16(ring + r.at + i * TILE_BYTES + lane * 16);
     s = shared_load8(ring + r.at + SPAN * TILE_BYTES + i * SCALE_BYTES + (lane >> 2) * 8);
   };
-  gate_wait(gates + r.chunk, r.parity);
+  mbarrier_wait(gates + r.chunk, r.parity);
   look(0);
 #pragma unroll 1
   for (int st = 0; st < ST; st += 2 * SPAN) {
@@ -253,11 +253,11 @@ __device__ __forceinline__ void multiply(u32 sm, Ring& r, u32& parity, const uin
     for (int i = 0; i < 2 * SPAN; i++) {
       const int chunk = i / SPAN;              // of x
       warpgroup_wait<0>();
-      if (i % SPAN == 0 && (st || i)) gate_arrive(sm + EMPTY + (chunk ^ 1) * 8);
+      if (i % SPAN == 0 && (st || i)) warp_arrives(sm + EMPTY + (chunk ^ 1) * 8);
       expand_step(v, w, s);
       if ((i + 1) % SPAN) look((i + 1) % SPAN);
       if (i % SPAN == 0) {
-        gate_wait(sm + FULL + chunk * 8, parity);
+        mbarrier_wait(sm + FULL + chunk * 8, parity);
         if (PART) publish();                   // cp.async writes as a thread does, and tensor cores read otherwise
       }
       warpgroup_begin();
@@ -268,13 +268,13 @@ __device__ __forceinline__ void multiply(u32 sm, Ring& r, u32& parity, const uin
         refill(r, ring + r.at, gates + r.chunk, sm, W, S, units);
         r.at += CHUNK; r.chunk += 8;
         if (r.chunk == DEPTH * 8) { r.at = 0; r.chunk = 0; r.parity ^= 1; }
-        if (i == SPAN - 1 || st + 2 * SPAN < ST) { gate_wait(gates + r.chunk, r.parity); look(0); }
+        if (i == SPAN - 1 || st + 2 * SPAN < ST) { mbarrier_wait(gates + r.chunk, r.parity); look(0); }
       }
     }
     parity ^= 1;
   }
   warpgroup_wait<0>();
-  gate_arrive(sm + EMPTY + 8);
+  warp_arrives(sm + EMPTY + 8);
 #ifdef GATE_UP
   store_hidden(acc, u, u.part * WARPS + warp, out);
 #else
@@ -297,9 +297,9 @@ ENTRY(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __re
   if (!early) pdl_wait();
   const int units = list_units(sm, jobs, njobs);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; i++) { gate_begin(sm + FULL + i * 8, PART ? 32 * FETCHERS : 1); gate_begin(sm + EMPTY + i * 8, WARPS); }
-    for (int i = 0; i < WARPS * DEPTH; i++) gate_begin(sm + WEIGHTS + i * 8, 1);
-    gates_begun();
+    for (int i = 0; i < 2; i++) { mbarrier_begin(sm + FULL + i * 8, PART ? 32 * FETCHERS : 1); mbarrier_begin(sm + EMPTY + i * 8, WARPS); }
+    for (int i = 0; i < WARPS * DEPTH; i++) mbarrier_begin(sm + WEIGHTS + i * 8, 1);
+    mbarriers_begun();
   }
   publish();                                   // list_units worked where the copy engine puts x
   __syncthreads();
