@@ -31,12 +31,11 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 //  (b) The rule is wait, then go. A kernel that goes first (pdl_go_early) lets the next one start while the one
 //      before it still runs. What follows k of those in a row may before its own wait read only what is older than the last k + 1
 //      kernels: weights, and tables that no step writes.
-//  (c) A kernel that reads before its wait what a step has written (choose and lists of moe_route, down of moe_int4) needs a
-//      predecessor that waits and then goes, which says so in a line of its own: "go after wait". Or what it reads is as old as (b)
-//      wants it: *live, of choose_lists for so few rows that scores goes early.
-//  (d) A kernel launched beside the one before it (`whole` of moe_route, turn_and_store) goes at once and reads what is older than that
-//      one, which must wait and then go: then all before it is done. It reads that through load_new, since no wait has made L1
-//      forget; it writes nothing that the one before reads or writes; and a block of it waits at its end, for (a).
+//  (c) A kernel that reads before its wait what a step has written (down of moe_int4) needs a predecessor that waits and then goes,
+//      which says so in a line of its own: "go after wait".
+//  (d) A kernel launched beside the one before it (`whole`, `settle` of moe_route; turn_and_store) goes at once and reads what is
+//      older than that one, which must wait and then go: then all before it is done. It reads that through load_new, since no wait
+//      has made L1 forget; it writes nothing that the one before reads or writes; and a block of it waits at its end, for (a).
 __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void pdl_go() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void pdl_go_early() { pdl_go(); }                 // ahead of the wait, by rule (b)

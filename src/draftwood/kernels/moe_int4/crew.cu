@@ -297,7 +297,10 @@ ENTRY(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __re
   if (!early) pdl_wait();
   const int units = list_units(sm, jobs, njobs);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; i++) { mbarrier_begin(sm + FULL + i * 8, PART ? 32 * FETCHERS : 1); mbarrier_begin(sm + EMPTY + i * 8, WARPS); }
+    for (int i = 0; i < 2; i++) {
+      mbarrier_begin(sm + FULL + i * 8, PART ? 32 * FETCHERS : 1);
+      mbarrier_begin(sm + EMPTY + i * 8, WARPS);
+    }
     for (int i = 0; i < WARPS * DEPTH; i++) mbarrier_begin(sm + WEIGHTS + i * 8, 1);
     mbarriers_begun();
   }

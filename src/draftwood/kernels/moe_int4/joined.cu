@@ -63,7 +63,7 @@ __device__ __forceinline__ Unit read_unit(u32 sm, int i) {
 }
 // This block's unit number i as soon as it is known.
 __device__ __forceinline__ Unit unit_at(u32 sm, int i) {
-  gate_wait(sm + KNOWN + i % NEXT * 8, i / NEXT & 1);
+  mbarrier_wait(sm + KNOWN + i % NEXT * 8, i / NEXT & 1);
   return read_unit(sm, i);
 }
 __device__ __forceinline__ Unit unit_of(int unit, const int4* jobs, int n) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ Unit unit_of(int unit, const int4* jobs, int n) {
 __device__ __forceinline__ void put_unit(u32 sm, int i, const Unit& u) {
   if ((threadIdx.x & 31) == 0)
     shared_store16(sm + UNITS + i % NEXT * 16, uint4{(u32)u.expert, (u32)u.first, (u32)u.count, (u32)u.code});
-  gate_arrive(sm + KNOWN + i % NEXT * 8);
+  warp_arrives(sm + KNOWN + i % NEXT * 8);
 }
 
 // ---------------------------------------------------------------- counters of all blocks
@@ -117,7 +117,7 @@ __device__ __forceinline__ void fetch_unit(u32 sm, Slot& slot, const bf16* x, u3
   for (int p = 0; p < 2 * TOKENS; p++) from[p] = x + (u64)(__shfl_sync(ALL_LANES, row, p * 4 + mine) + (lane & 7)) * 8;
 #pragma unroll 1
   for (int left = STAGES; left > 0; left--) {
-    gate_wait(sm + EMPTY + slot.at * 8, slot.parity);
+    mbarrier_wait(sm + EMPTY + slot.at * 8, slot.parity);
 #pragma unroll
     for (int p = 0; p < 2 * TOKENS; p++) {
 #pragma unroll
@@ -125,7 +125,7 @@ __device__ __forceinline__ void fetch_unit(u32 sm, Slot& slot, const bf16* x, u3
         copy16_if(p * 4 + mine < count, put + slot.at * X_STAGE + p * 512 + u * X_SLICE, from[p] + u * 64);
       from[p] += SPAN * 64;
     }
-    gate_arrive_copied(sm + FULL + slot.at * 8);
+    mbarrier_arrive_copied(sm + FULL + slot.at * 8);
     if (++slot.at == SLOTS) { slot.at = 0; slot.parity ^= 1; }
     turn(left - FIRST);
   }
@@ -246,7 +246,7 @@ __device__ __forceinline__ void multiply(u32 sm, Ring& r, Place& at, u32 scales,
     copy_wait<DEPTH - 2>();
     __syncwarp();                              // the stage is here for all lanes; the one before is free
     ask(r, lane < 8 * SPAN, sm, in);
-    gate_wait(at.gate, at.parity);
+    mbarrier_wait(at.gate, at.parity);
 #pragma unroll
     for (int k = 0; k < SPAN; k++) {
       const u32 w = at.weights + k * 512, s = at.weights + scales + k * 64, x = at.x + k * X_SLICE;
@@ -254,7 +254,7 @@ __device__ __forceinline__ void multiply(u32 sm, Ring& r, Place& at, u32 scales,
       const uint2 sv[2] = {shared_load8(s), shared_load8(s + SPAN * 64)};
       step64(acc, wv, sv, x, x ^ 64);
     }
-    gate_arrive(at.gate + (EMPTY - FULL));
+    warp_arrives(at.gate + (EMPTY - FULL));
     at.weights = r.after(at.weights);
     at.x += X_STAGE; at.gate += 8;
     if (at.gate == sm + FULL + SLOTS * 8) { at.x -= SLOTS * X_STAGE; at.gate -= SLOTS * 8; at.parity ^= 1; }
@@ -273,9 +273,9 @@ experts_joined(const uint4* __restrict__ Wg, const uint2* __restrict__ Sg, const
   if (!early) pdl_wait();
   const int n = load_new(njobs);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < SLOTS; i++) { gate_begin(sm + FULL + i * 8, 32); gate_begin(sm + EMPTY + i * 8, WARPS); }
-    for (int i = 0; i < NEXT; i++) gate_begin(sm + KNOWN + i * 8, 1);
-    gates_begun();
+    for (int i = 0; i < SLOTS; i++) { mbarrier_begin(sm + FULL + i * 8, 32); mbarrier_begin(sm + EMPTY + i * 8, WARPS); }
+    for (int i = 0; i < NEXT; i++) mbarrier_begin(sm + KNOWN + i * 8, 1);
+    mbarriers_begun();
   }
   __syncthreads();
   if (warp == WARPS) {
