@@ -137,7 +137,7 @@ def test_constants_are_the_kernels() -> None:
     assert (work.MOST_ROUTED, work.WHOLE_ROWS) == (route_op.MOST_ROWS, route_op.WHOLE_ROWS)
     assert work.TICKETS == 1 + route_op.WHOLE_ROWS // route_op.WHOLE_BLOCK
     assert work.padded(1) == repack.WIDTH_MULTIPLE
-    assert (work.DRAFT_CHUNK, work.DRAFT_QUERIES, work.DRAFT_SPLIT) == (draft_op.CHUNK, draft_op.QUERIES, draft_op.SPLITS[-1][0])
+    assert (draft_op.CHUNK, draft_op.QUERIES, draft_op.SPLITS[-1][0]) == (work.DRAFT_CHUNK, work.DRAFT_QUERIES, work.DRAFT_SPLIT)
     for world in (1, 8):
         sizes = work.DraftSizes(FULL_DRAFT, Layout(world, 1, 0), 1)
         for rows in (1, 4, 8, 64):
