@@ -63,7 +63,7 @@ __device__ __forceinline__ int list_units(u32 sm, const int4* jobs, const int* n
   __syncthreads();
   for (int first = 0; first < n; first += THREADS / 4) {
     const int j = first + threadIdx.x / 4;
-    const u32 mine = shared_load4(sm + j * 4);
+    const u32 mine = j < n ? shared_load4(sm + j * 4) : 0;                // beyond n places are written
     int rank = 0;
     for (int k = threadIdx.x % 4; k < n; k += 4) {
       const u32 other = shared_load4(sm + k * 4);
