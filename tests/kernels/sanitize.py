@@ -60,6 +60,8 @@ REVIEWED = {
 }  # fmt: skip
 """By entry: pairs of device functions between which racecheck reports hazards, since it does not follow what orders them (barriers
 of a block at which some warps only arrive, mbarriers): each was read and is ordered. Any other pair is a finding."""
+ALONE = {"experts_joined": "test_small_experts"}
+"""By entry that is examined apart: what `pytest -k` selects then, if not all of its kernel's."""
 HAZARD = re.compile(r"Race reported between (.*)((?:\n=+\s+and .*)+)")
 SUMMARY = re.compile(r"(ERROR SUMMARY: \d+ errors?|RACECHECK SUMMARY: .*)")
 LAUNCHED = "launched by entry: "
@@ -168,8 +170,10 @@ def hazards(text: str) -> set[tuple[str, str]]:
 def examine(kernel: str, tool: str, names: list[str], folder: Path, seconds: float) -> dict[str, Any]:
     """Run one kernel's small tests under one tool, which examines these entries."""
     rest = ["-m", "pytest", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "-p", "tests.kernels.sanitize"]
-    rest += ["-m", "gpu", "-q", "--tb=short", "-k", SMALL[kernel], f"src/draftwood/kernels/{kernel}"]
-    label = f"{kernel}.{tool}" + (f".{names[0]}" if names[0] in REVIEWED and tool == "racecheck" else "")
+    apart = tool == "racecheck" and names[0] in REVIEWED
+    chosen = ALONE.get(names[0], SMALL[kernel]) if apart else SMALL[kernel]
+    rest += ["-m", "gpu", "-q", "--tb=short", "-k", chosen, f"src/draftwood/kernels/{kernel}"]
+    label = f"{kernel}.{tool}" + (f".{names[0]}" if apart else "")
     status, text, took = run(tool, names, rest, folder / f"{label}.txt", seconds)
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed)\b", text)}
     found = SUMMARY.findall(text)
