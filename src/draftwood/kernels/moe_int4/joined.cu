@@ -211,30 +211,6 @@ __device__ __forceinline__ void ask(Ring& r, bool scales, u32 sm, const Packed& 
 
 struct Place { u32 weights, x, gate, parity; };        // of the stage that is used now, as this lane reads it
 
-// Two row tiles, from `tile` of the expert on, of the job's tokens: h = SwiGLU as bf16, or y as fp32.
-template <bool GU, int NT>
-__device__ __forceinline__ void store(const float (&acc)[2][NT][4], const int* pairs, int count, int tile, bf16* h, float* y) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-#pragma unroll
-  for (int t = 0; t < NT; t++)
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int i = t * 8 + 2 * q + e;
-      if (i < count) {
-        const long long pair = pairs[i];
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-          const float v0 = finish(acc[m][t][e]), v1 = finish(acc[m][t][2 + e]);
-          if (GU) h[pair * WIDTH + (tile + m) * 8 + g] = __float2bfloat16(swiglu(v0, v1));
-          else {
-            float* at = y + pair * HIDDEN + (tile + m) * 16 + g;
-            at[0] = v0; at[8] = v1;
-          }
-        }
-      }
-    }
-}
-
 template <bool GU, int NT>
 __device__ __forceinline__ void multiply(u32 sm, Ring& r, Place& at, u32 scales, const Packed& in, const int* pairs, const Unit& u,
                                          bf16* h, float* y) {
@@ -259,7 +235,9 @@ __device__ __forceinline__ void multiply(u32 sm, Ring& r, Place& at, u32 scales,
     at.x += X_STAGE; at.gate += 8;
     if (at.gate == sm + FULL + SLOTS * 8) { at.x -= SLOTS * X_STAGE; at.gate -= SLOTS * 8; at.parity ^= 1; }
   }
-  store<GU>(acc, pairs + u.first, u.count, (u.part() * WARPS + warp) * 2, h, y);
+  const int tile = (u.part() * WARPS + warp) * 2;
+  if constexpr (GU) store_tiles<true>(acc, pairs + u.first, u.count, tile, h);
+  else store_tiles<false>(acc, pairs + u.first, u.count, tile, y);
 }
 
 // Grid: any number of blocks; best as many as are resident. early: see moe.cuh.

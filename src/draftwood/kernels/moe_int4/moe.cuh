@@ -112,9 +112,9 @@ template <int NT> __device__ __forceinline__ void clear(float (&acc)[2][NT][4]) 
       for (int i = 0; i < 4; i++) acc[m][t][i] = 0.f;
 }
 
-// M row tiles, from `tile` of the expert on, of the job's tokens: h = SwiGLU as bf16, or y as fp32.
-template <int M, int NT>
-__device__ __forceinline__ void store_tiles(const float (&acc)[M][NT][4], const int* pairs, int count, int tile, Out* out) {
+// Two row tiles, from `tile` of the expert on, of the job's tokens. GU: `out` is h = SwiGLU as bf16; else y as fp32.
+template <bool GU, int NT, class T>
+__device__ __forceinline__ void store_tiles(const float (&acc)[2][NT][4], const int* pairs, int count, int tile, T* out) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
 #pragma unroll
   for (int t = 0; t < NT; t++)
@@ -124,14 +124,13 @@ __device__ __forceinline__ void store_tiles(const float (&acc)[M][NT][4], const 
       if (i < count) {
         const long long pair = pairs[i];
 #pragma unroll
-        for (int m = 0; m < M; m++) {
+        for (int m = 0; m < 2; m++) {
           const float v0 = finish(acc[m][t][e]), v1 = finish(acc[m][t][2 + e]);
-#ifdef GATE_UP
-          out[pair * WIDTH + (tile + m) * 8 + g] = __float2bfloat16(swiglu(v0, v1));
-#else
-          Out* y = out + pair * HIDDEN + (tile + m) * 16 + g;
-          y[0] = v0; y[8] = v1;
-#endif
+          if constexpr (GU) out[pair * WIDTH + (tile + m) * 8 + g] = __float2bfloat16(swiglu(v0, v1));
+          else {
+            T* y = out + pair * HIDDEN + (tile + m) * 16 + g;
+            y[0] = v0; y[8] = v1;
+          }
         }
       }
     }
