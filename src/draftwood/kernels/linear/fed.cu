@@ -93,16 +93,13 @@ __device__ __forceinline__ void store(const float (&d)[TILES][4], const Output& 
     }
     const long long at = (first + g) * stride + row0 + (q & 1) * 8 + (q >> 1) * 4;
     bf16* y = (bf16*)out.y + at;
-    if (out.residual) {  // as bf16 tensors add: the product is rounded first
+    if (out.residual) {
       const bf16* from = out.residual + at;
       uint2 r[TILES];
 #pragma unroll
       for (int t = 0; t < TILES; t++, from += 8 * stride) r[t] = load8_if(t * 8 < left, from);
 #pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        v[t].x = pack_bf16(low_float(v[t].x) + low_float(r[t].x), high_float(v[t].x) + high_float(r[t].x));
-        v[t].y = pack_bf16(low_float(v[t].y) + low_float(r[t].y), high_float(v[t].y) + high_float(r[t].y));
-      }
+      for (int t = 0; t < TILES; t++) v[t] = make_uint2(add_pair(v[t].x, r[t].x), add_pair(v[t].y, r[t].y));
     }
 #pragma unroll
     for (int t = 0; t < TILES; t++, y += 8 * stride) store8_if(t * 8 < left, y, v[t]);

@@ -96,13 +96,14 @@ struct Output {
   bool wide;
 };
 
+// Two results and their residual, as bf16 tensors add: the product was rounded first.
+__device__ __forceinline__ u32 add_pair(u32 v, u32 r) {
+  return pack_bf16(low_float(v) + low_float(r), high_float(v) + high_float(r));
+}
 __device__ __forceinline__ void store2(const Output& out, long long at, float a, float b) {
   if (out.wide) { *reinterpret_cast<float2*>((float*)out.y + at) = make_float2(a, b); return; }
   u32 v = pack_bf16(a, b);
-  if (out.residual) {    // as bf16 tensors add: the product is rounded first
-    const u32 r = *reinterpret_cast<const u32*>(out.residual + at);
-    v = pack_bf16(low_float(v) + low_float(r), high_float(v) + high_float(r));
-  }
+  if (out.residual) v = add_pair(v, *reinterpret_cast<const u32*>(out.residual + at));
   *reinterpret_cast<u32*>((bf16*)out.y + at) = v;
 }
 

@@ -95,12 +95,15 @@ class Form:
 
     def grid(self, shape: Shape, n: int) -> tuple[int, int, int]:
         """Blocks: (cluster along K, groups of tokens, heads x groups of rows); of linear_fed, as many as run at once."""
-        groups = -(-n // self.tokens)
         if self.entry == "linear_fed":  # its blocks stay and take one tile after another
-            macros = dict(self.macros)
-            wide, high = -(-groups // macros["ALONG"]), -(-self.groups(shape) // macros["ACROSS"])
-            return min(wide * high * shape.heads * self.cluster, H200.slots(1, self.cluster)), 1, 1
-        return self.cluster, groups, shape.heads * self.groups(shape)
+            return min(self.fed_tiles(shape, n), H200.slots(1, self.cluster)), 1, 1
+        return self.cluster, -(-n // self.tokens), shape.heads * self.groups(shape)
+
+    def fed_tiles(self, shape: Shape, n: int) -> int:
+        """Tiles that the blocks of linear_fed take, in whole clusters."""
+        macros = dict(self.macros)
+        wide, high = -(-n // (self.tokens * macros["ALONG"])), -(-self.groups(shape) // macros["ACROSS"])
+        return wide * high * shape.heads * self.cluster
 
     def groups(self, shape: Shape) -> int:
         """Groups of weight rows per head."""
@@ -319,8 +322,7 @@ def _fed_clocks(shape: Shape, n: int, form: Form) -> float:
     step *= _SHARED[m["ALONG"], m["ACROSS"]]
     if not m["ARRANGED"]:
         step = max(step, 300 + 110 * tiles)
-    wide, high = -(-n // (form.tokens * m["ALONG"])), -(-form.groups(shape) // m["ACROSS"])
-    rounds = -(-wide * high * shape.heads * form.cluster // H200.slots(1, form.cluster))
+    rounds = -(-form.fed_tiles(shape, n) // H200.slots(1, form.cluster))
     x_bytes = n * shape.inputs * shape.heads * 2
     moved = shape.nbytes + x_bytes + n * shape.outputs * shape.heads * 2
     work = max(rounds * (shape.steps * step + 1500), moved / 2450)
