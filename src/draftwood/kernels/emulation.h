@@ -5,8 +5,6 @@
 // copy16 & co: with EMULATED_EARLY set in the environment a copy happens at once (finds writes to a place still read), else
 // as late as allowed, in copy_wait (finds waits that are too short). Shared memory starts as 0xff bytes: bf16 and fp32 NaN.
 #pragma once
-#include <setjmp.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
@@ -18,6 +16,8 @@
 #include <functional>
 #include <utility>
 #include <vector>
+
+#include "fibers.h"
 
 #define __device__
 #define __host__
@@ -53,31 +53,13 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 namespace emulated {
 constexpr int SHARED = 232448;
 alignas(128) static unsigned char shared[SHARED];
-struct Fiber { ucontext_t context; jmp_buf at; std::vector<char> stack; bool begun = false, done = false; };
 struct Copy { u32 to; const void* from; bool zero; int bytes; };
-static std::vector<Fiber> fibers;
 static std::vector<std::deque<std::vector<Copy>>> copies;   // of each thread: groups, the last one still open
-static jmp_buf scheduler;
-static int current, alive;
+static int alive;
 static std::function<void()> body;
 static bool (*unfinished)();                                // of another header: whether this thread must not end yet
 static bool early;
 static char failure[200];                                   // empty, or why the grid was given up
-// Jumps, for swapcontext asks the kernel for the signal mask every time; fibers live on from block to block for the same reason.
-inline void leave() { if (!_setjmp(fibers[current].at)) _longjmp(scheduler, 1); }
-inline void thread_main();
-inline void enter(Fiber& f) {
-  if (_setjmp(scheduler)) return;
-  if (f.begun) _longjmp(f.at, 1);
-  f.begun = true;
-  f.stack.resize(1 << 16);
-  getcontext(&f.context);
-  f.context.uc_stack.ss_sp = f.stack.data();
-  f.context.uc_stack.ss_size = f.stack.size();
-  f.context.uc_link = nullptr;
-  makecontext(&f.context, thread_main, 0);
-  setcontext(&f.context);
-}
 inline void fail(const char* what) {                        // does not return: the scheduler drops all fibers
   snprintf(failure, sizeof failure, "%s, block %d %d %d thread %d", what, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x);
   leave();
@@ -133,7 +115,7 @@ inline void run_block(int threads) {
       if (!fibers[i].done) {
         current = i;
         threadIdx = {i, 0, 0};
-        enter(fibers[i]);
+        enter(fibers[i], thread_main, 1 << 16);
       }
   if (failure[0]) for (auto& f : fibers) f.begun = false;   // where they stand nobody goes on
 }

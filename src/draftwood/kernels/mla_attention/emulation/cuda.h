@@ -2,8 +2,6 @@
 // order, reuse of shared memory and barriers; sums inside mma are formed in double, so bits are not a GPU's.
 // layout.cuh takes it in place of ../common.cuh when EMULATION is defined.
 #pragma once
-#include <setjmp.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
@@ -15,6 +13,8 @@
 #include <functional>
 #include <map>
 #include <vector>
+
+#include "../../fibers.h"
 
 #define __device__
 #define __host__
@@ -77,13 +77,8 @@ inline u32 shared_address(const void* p) {
 }
 
 // ---- fibers: every thread runs until it waits; barriers count arrivals
-// Jumps, for swapcontext asks the kernel for the signal mask every time; fibers live on from block to block for the same reason.
-struct Fiber { ucontext_t context; jmp_buf at; std::vector<char> stack; bool begun = false, done = false; };
-static std::vector<Fiber> fibers;
-static jmp_buf scheduler;
-static int current;
+using namespace emulated;
 static std::function<void()> body;
-inline void leave() { if (!_setjmp(fibers[current].at)) _longjmp(scheduler, 1); }
 struct Barrier { int count; unsigned generation; };
 static Barrier block_barrier, named_barriers[17], warp_barriers[32];
 inline void wait_for(Barrier& b, int n) {
@@ -232,18 +227,6 @@ inline void fiber_main() {
     leave();
   }
 }
-inline void enter(Fiber& f) {
-  if (_setjmp(scheduler)) return;
-  if (f.begun) _longjmp(f.at, 1);
-  f.begun = true;
-  f.stack.resize(1 << 17);
-  getcontext(&f.context);
-  f.context.uc_stack.ss_sp = f.stack.data();
-  f.context.uc_stack.ss_size = f.stack.size();
-  f.context.uc_link = nullptr;
-  makecontext(&f.context, fiber_main, 0);
-  setcontext(&f.context);
-}
 // Run one block; shared memory starts as NaN.
 inline void run_block(dim3 block, std::function<void()> f) {
   const int n = block.x * block.y;
@@ -265,7 +248,7 @@ inline void run_block(dim3 block, std::function<void()> f) {
       any = true;
       current = i;
       threadIdx = {i % block.x, i / block.x, 0};
-      enter(fibers[i]);
+      enter(fibers[i], fiber_main, 1 << 17);
     }
   }
 }
