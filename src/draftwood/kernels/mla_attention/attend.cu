@@ -93,8 +93,6 @@ static_assert(MT < 4 || (ROPE == 64 && LATENT % 64 == 0), "probabilities fit the
 
 
 // ------------------------------------------------------------------------------------------------- scores
-constexpr float SLACK = 8.f;                           // a maximum moves when it is outgrown by a factor of 256: seldom
-
 // Score warps: LINE_GROUPS by lines, KEY_GROUPS by keys. Each forms LINES16 tiles of lines x KEYS8 tiles of keys.
 template <int M> struct Split {
   static constexpr int LINE_GROUPS = M == 1 ? 1 : 2, KEY_GROUPS = SCORE_WARPS / LINE_GROUPS;
@@ -206,15 +204,10 @@ template <int M> __device__ __forceinline__ void score_role(int begin, int tiles
     for (int t = 0; t < S::LINES16; t++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const float old = m[t][h];
-        float now = minus_infinity();
+        float most = minus_infinity();
 #pragma unroll
-        for (int k = 0; k < S::KEY_GROUPS; k++) now = fmaxf(now, maxima[k * M * 16 + line0 + t * 16 + h * 8]);
-        now = fmaxf(old, __fmul_rn(now, scale));
-        if (now <= __fadd_rn(old, SLACK)) now = old;                                          // -inf: both are, a line that is off
-        const float safe = now == minus_infinity() ? 0.f : now;
-        rescale[t][h] = old == minus_infinity() ? 1.f : ex2(__fsub_rn(old, safe));           // nothing yet: O is zero
-        m[t][h] = now;
+        for (int k = 0; k < S::KEY_GROUPS; k++) most = fmaxf(most, maxima[k * M * 16 + line0 + t * 16 + h * 8]);
+        const float safe = move_maximum(m[t][h], __fmul_rn(most, scale), rescale[t][h]);
 #pragma unroll
         for (int n = 0; n < S::KEYS8; n++)
           p[t][h][n] = pack_bf16(ex2(__fmaf_rn(s[t][n][h * 2], scale, -safe)), ex2(__fmaf_rn(s[t][n][h * 2 + 1], scale, -safe)));

@@ -100,8 +100,6 @@ struct Task {
 };
 
 // ------------------------------------------------------------------------------------------------- scores
-constexpr float SLACK = 8.f;                           // a maximum moves when it is outgrown by a factor of 256: seldom
-
 // A lane has keys 16w + g and 16w + g + 8 of a tile, lines 8j + 2q and 8j + 2q + 1: s[4j + 2h + c].
 template <int E> __device__ __forceinline__ void score_role(const Task& task, float scale, const Partials& out, int past) {
   const int warp = threadIdx.x >> 5, L = threadIdx.x & 31, g = L >> 2, q = L & 3, key = warp * 16 + g;
@@ -152,12 +150,8 @@ template <int E> __device__ __forceinline__ void score_role(const Task& task, fl
       float safe[2];
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        const float old = m[j][c];
-        float now = fmaxf(old, __fmul_rn(__int_as_float((int)(c ? most & 0xffff0000u : most << 16)), scale));
-        if (now <= __fadd_rn(old, SLACK)) now = old;                                       // -inf: both are, a line that is off
-        safe[c] = now == minus_infinity() ? 0.f : now;
-        rescale[j][c] = old == minus_infinity() ? 1.f : ex2(__fsub_rn(old, safe[c]));     // nothing yet: O is zero
-        m[j][c] = now;
+        const float highest = __int_as_float((int)(c ? most & 0xffff0000u : most << 16));
+        safe[c] = move_maximum(m[j][c], __fmul_rn(highest, scale), rescale[j][c]);
       }
 #pragma unroll
       for (int h = 0; h < 2; h++)

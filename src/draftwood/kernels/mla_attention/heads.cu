@@ -26,7 +26,6 @@ constexpr int COPIES = 2;                                // a barrier of the blo
 constexpr int SCORE_REGISTERS = 88, VALUE_REGISTERS = 192, COPY_REGISTERS = 40;
 static_assert(ROLE * (SCORE_REGISTERS + 2 * VALUE_REGISTERS + COPY_REGISTERS) <= 65536, "more registers than a multiprocessor has");
 #include "engine.cuh"
-#include "jobs.cuh"
 
 // What score warps tell value warps of a tile, of each line: by what values so far are multiplied; if a unit ends, the factors of
 // its fold into the group, of the group's into all, and 1 / l.
@@ -64,15 +63,21 @@ __device__ __forceinline__ int arrivals(int i) {
 
 __device__ __forceinline__ int half_of_block() { return (int)blockIdx.x % HALVES; }
 __device__ __forceinline__ u32 piece_at(int slot, int c) { return shared_address(raw) + (slot * PIECES + c) * PIECE; }
+// The places of the block's n-th tile, as copies.cuh wants them. Pieces are free in pairs.
+struct Slots {
+  static constexpr int TURNS = SLOTS;
+  int n;
+  __device__ __forceinline__ explicit Slots(int tile) : n(tile) {}
+  __device__ __forceinline__ u32 at(int c) const { return piece_at(n % SLOTS, c); }
+  __device__ __forceinline__ void wait(int c) const {
+    if (c % 2 == 0 && n >= SLOTS) mbarrier_wait(empty(n % SLOTS, c / 2), (n / SLOTS - 1) & 1);
+  }
+};
 __device__ __forceinline__ float* factors_of(int slot, int kind) {
   return shared_at<float>(Place::factors) + (slot * FACTORS + kind) * LINES_OF_JOB;
 }
 
-// The block's job number `job`, once copies have told of it.
-__device__ __forceinline__ Task task_of(int job) {
-  mbarrier_wait(told(job), job / TASKS & 1);
-  return shared_at<Task>(Place::tasks)[job % TASKS];
-}
+#include "jobs.cuh"
 
 // Where tile x of a job, whose unit began with tile `unit`, stands in the fold.
 struct Stand {
@@ -86,8 +91,6 @@ struct Stand {
 };
 
 // ------------------------------------------------------------------------------------------------- scores
-constexpr float SLACK = 8.f;                             // a maximum moves when it is outgrown by a factor of 256: seldom
-
 // The n-th tile's scores: a lane has lines 16w + g and 16w + g + 8, keys 8j + 2q and 8j + 2q + 1: s[4j + 2h + c].
 // phases: a bit for each kind of tile and slot.
 __device__ __forceinline__ void form_scores(float (&s)[32], int n, bool page, u32& phases) {
@@ -158,12 +161,8 @@ struct Softmax {
     const u32 rounded = pack_bf16(most[0], most[1]);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const float old = m[h];
-      float now = fmaxf(old, __fmul_rn(__int_as_float((int)(h ? rounded & 0xffff0000u : rounded << 16)), scale));
-      if (now <= __fadd_rn(old, SLACK)) now = old;
-      safe[h] = now == minus_infinity() ? 0.f : now;
-      rescale[h] = old == minus_infinity() ? 1.f : ex2(__fsub_rn(old, safe[h]));        // nothing yet: O is zero
-      m[h] = now;
+      const float highest = __int_as_float((int)(h ? rounded & 0xffff0000u : rounded << 16));
+      safe[h] = move_maximum(m[h], __fmul_rn(highest, scale), rescale[h]);
     }
 #pragma unroll
     for (int x = 0; x < 4; x++) l[x] = __fmul_rn(l[x], rescale[x >> 1]);
@@ -272,93 +271,7 @@ __device__ __forceinline__ void score_role(int jobs, float scale, int heads, flo
 }
 
 #include "heads_values.cuh"
-
-// ------------------------------------------------------------------------------------------------- copies
-// Sixteen rows at once, eight threads a row.
-struct Copier {
-  const Inputs& in;
-  int row, chunk;
-  u32 turned;                                                   // this thread's place in its row of any piece, and its row
-  __device__ __forceinline__ explicit Copier(const Inputs& i) : in(i) {
-    const int v = threadIdx.x - 3 * ROLE;
-    row = v / 8;
-    chunk = v % 8;
-    turned = row * 128 + ((chunk ^ (row & 7)) << 4);
-  }
-  // Until the pair of pieces that begins with c is free for the block's n-th tile.
-  __device__ __forceinline__ static void wait_for(int n, int c) {
-    if (c % 2 == 0 && n >= SLOTS) mbarrier_wait(empty(n % SLOTS, c / 2), (n / SLOTS - 1) & 1);
-  }
-  // The block's n-th tile. This thread's keys are row, row + 16, ... of it.
-  __device__ __forceinline__ void tile(int n, const bf16* const (&keys)[4]) const {
-#pragma unroll
-    for (int c = 0; c < PIECES; c++) {
-      wait_for(n, c);
-#pragma unroll
-      for (int x = 0; x < 4; x++) copy16(piece_at(n % SLOTS, c) + x * 16 * 128 + turned, keys[x] + c * 64 + chunk * 8);
-      if (c % PER_PART == PER_PART - 1) copy_arrive(full(false, n % SLOTS, c / PER_PART));
-    }
-  }
-  // The same of a page, by one thread.
-  __device__ __forceinline__ void page(int n, const void* map, int page) const {
-    const int rank = block_of_cluster();
-#pragma unroll
-    for (int c = 0; c < PIECES; c++) {
-      wait_for(n, c);
-      const u32 tell = full(true, n % SLOTS, c / PER_PART);
-      if (c % PER_PART == 0) mbarrier_expect(tell, PER_PART * PIECE);
-      if ((c + n) % TOGETHER == rank) box_to_all(piece_at(n % SLOTS, c), map, c * 64, page * TILE, tell);
-    }
-  }
-  __device__ __forceinline__ void queries(long long line) const {
-    const u32 at = shared_address(raw) + Place::q;
-#pragma unroll
-    for (int r = 0; r < LINES_OF_JOB; r += 16)
-#pragma unroll
-      for (int c = 0; c < PIECES; c++) {
-        const long long x = line + r + row;
-        const bf16* from = c < PIECES - 1 ? in.q + x * LATENT + c * 64 : in.q_pe + x * in.pe_stride;
-        copy16(at + c * PIECE + r * 128 + turned, from + chunk * 8);
-      }
-    copy_arrive(asked());
-  }
-};
-
-// Returns the tiles that the block has had so far.
-__device__ __forceinline__ int copy_job(const Known& known, const Inputs& in, const void* map, int number, int past) {
-  const Copier copier(in);
-  const Job& job = known.job;
-  const int* table = in.table + (size_t)job.row * in.pages;
-  const bool first = threadIdx.x == 3 * ROLE;
-  const Extent at(job, known.depth);
-  const long long line = (long long)job.token * in.heads + job.first;
-  if (first) {
-    shared_at<Task>(Place::tasks)[number % TASKS] = Task{
-        at.tiles, at.shared, at.last(), at.pages, at.begin, job.step, (job.kind & WHOLE_ROW) != 0, line, job.part,
-        line + (long long)job.token * in.heads};
-    mbarrier_arrive(told(number));
-    if (at.pages > 0) copier.page(past, map, at.shared > 0 ? known.page : table[at.page(0)]);
-  }
-  auto queries = [&]() {
-    if (number > 0) mbarrier_wait(answered(), (number - 1) & 1);
-    copier.queries(line);
-  };
-  if (at.pages > 0) queries();
-  if (first)
-    for (int i = 1; i < at.pages; i++) copier.page(past + i, map, table[at.page(i)]);
-  int* slots = shared_at<int>(Place::slots);
-  if (at.pages < at.tiles) own_slots(job, in, table, at.base, at.own, slots);
-  bar_sync<COPIES, ROLE>();                                     // also: the slots are as far as the first thread knows
-  for (int i = at.pages; i < at.tiles; i++) {
-    const bf16* keys[4];
-#pragma unroll
-    for (int x = 0; x < 4; x++) keys[x] = in.cache + (size_t)slots[(i - at.shared) * TILE + copier.row + x * 16] * WIDTH;
-    copier.tile(past + i, keys);
-    if (i == 0) queries();
-  }
-  bar_sync<COPIES, ROLE>();                                     // all have read the slots of own keys
-  return past + at.tiles;
-}
+#include "copies.cuh"
 
 // Jobs of a cluster: one of each round, in the order of nodes_plan.cu. spare: floats [blocks, 64, 256].
 extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) mla_attend(
@@ -373,18 +286,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) mla_attend(
   const int mine = max(0, (load_new(&head->jobs) - team + teams - 1) / teams);
   if (role == 3) {
     give_registers<COPY_REGISTERS>();
-    if (mine > 0) {
-      Known known(&jobs[team], in);
-      pdl_wait();
-      pdl_go();
-      for (int number = 0, past = 0;;) {
-        past = copy_job(known, in, &map, number, past);
-        if (++number >= mine) break;
-        known = Known(&jobs[team + number * teams], in);
-      }
-      copy_commit();
-      copy_wait<0>();
-    }
+    copy_role(jobs, team, teams, mine, in, &map);
     cluster_ended();
     return;
   }

@@ -10,6 +10,12 @@ struct __align__(16) Task {
 };
 static_assert(sizeof(Task) == 64, "its place");
 
+// The block's job number `job`, once copies have told of it.
+__device__ __forceinline__ Task task_of(int job) {
+  mbarrier_wait(told(job), job / TASKS & 1);
+  return shared_at<Task>(Place::tasks)[job % TASKS];
+}
+
 // Tile i is its unit's last. A node's own tiles are a unit each.
 __device__ __forceinline__ bool ends(const Task& t, int i) {
   return i >= t.shared || unit_ends((t.begin + i) * TILE, i + 1 == t.shared);

@@ -11,7 +11,7 @@
 //    partial, the second folded into the first. This is the node's last group.
 //  - Groups are folded from the left.
 //  - A score is the sum of two chains of mma steps, each over half of every 32 columns (attend.cu, Pair). A unit's maximum moves when a tile's is larger by
-//    more than SLACK (attend.cu). l is one more column of O, of values one.
+//    more than SLACK. l is one more column of O, of values one.
 //  - With COLUMNS (columns.cu, Hopper only) a score is one chain of steps, each of the next 16 columns, and a tile's maximum is rounded to bf16
 //    before it is scaled; its products are other instructions too. So an engine has either these forms or the others, never both.
 // Not part of the law: which block computes what (MT, HALVES, WALK, job sizes), the number of blocks, pages, rows.
@@ -136,6 +136,19 @@ template <class T> __device__ __forceinline__ T load_all_new(const T* from) {
 __device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 #endif
 __device__ __forceinline__ float minus_infinity() { return -__int_as_float(0x7f800000); }
+
+// The law's rule for maxima: m, of a unit so far, moves to a tile's `most` when that has outgrown it by a factor of 256: seldom. Returns
+// what exponents are taken from; rescale: what values so far are multiplied by. -inf: a line that is off, or has nothing yet.
+constexpr float SLACK = 8.f;
+__device__ __forceinline__ float move_maximum(float& m, float most, float& rescale) {
+  const float old = m;
+  float now = fmaxf(old, most);
+  if (now <= __fadd_rn(old, SLACK)) now = old;
+  const float safe = now == minus_infinity() ? 0.f : now;
+  rescale = old == minus_infinity() ? 1.f : ex2(__fsub_rn(old, safe));
+  m = now;
+  return safe;
+}
 
 __device__ __forceinline__ int base_of(int p) { const int b = p - TILE; return b < 0 ? 0 : b & ~(TILE - 1); }
 

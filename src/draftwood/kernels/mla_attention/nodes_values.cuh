@@ -62,8 +62,8 @@ struct Spare {
 // The result of the job's lines, of which the first is at `out`. Lanes turn their columns so that each writes eight of a line.
 __device__ __forceinline__ void write(const Columns& o, const Sums& sums, int job, bf16* out) {
   const Lane i = here();
-  float* inverse = shared_at<float>(Place::inverse) + (job & 1) * MOST;
-  if (i.warp * 16 < MOST && i.q == 0)
+  float* inverse = shared_at<float>(Place::inverse) + (job & 1) * LINES_OF_JOB;
+  if (i.warp * 16 < LINES_OF_JOB && i.q == 0)
 #pragma unroll
     for (int h = 0; h < 2; h++) inverse[i.warp * 16 + h * 8 + i.g] = __frcp_rn(sums.l[h]);
   bar_sync<VALUES, 2 * ROLE>();
@@ -105,8 +105,8 @@ __device__ __forceinline__ void store_partial(const Columns& o, const Sums& sums
       to[0] = make_float4(o[0][4 * j + c], o[0][4 * j + 2 + c], o[1][4 * j + c], o[1][4 * j + 2 + c]);
       to[8] = make_float4(o[2][4 * j + c], o[2][4 * j + 2 + c], o[3][4 * j + c], o[3][4 * j + 2 + c]);
     }
-  if (i.warp == 0 && i.lane < MOST) out.ml[part + i.lane].x = sums.m;
-  if (i.warp * 16 < MOST && i.q == 0)
+  if (i.warp == 0 && i.lane < LINES_OF_JOB) out.ml[part + i.lane].x = sums.m;
+  if (i.warp * 16 < LINES_OF_JOB && i.q == 0)
 #pragma unroll
     for (int h = 0; h < 2; h++) out.ml[part + i.warp * 16 + h * 8 + i.g].y = sums.l[h];
 }
@@ -117,7 +117,7 @@ __device__ __forceinline__ void add_values(Columns& o, float (&l)[4], int n, boo
   const Lane i = here();
   const int turn = n & 1, L = i.lane, first = (i.warp >> 2) * 4;
   const Slots slots(n);
-  const float* rescale = shared_at<float>(Place::rescale) + turn * MOST;
+  const float* rescale = shared_at<float>(Place::rescale) + turn * LINES_OF_JOB;
   mbarrier_wait(ready(turn), n >> 1 & 1);
   show_to_products();                                           // the tile's values too, which score warps know to be here
   if (!fresh && shared_at<int>(Place::moved)[turn]) {           // a factor of 1 changes no bit
@@ -129,7 +129,7 @@ __device__ __forceinline__ void add_values(Columns& o, float (&l)[4], int n, boo
 #pragma unroll
         for (int x = 0; x < 4; x++) o[t][4 * j + x] = __fmul_rn(o[t][4 * j + x], x & 1 ? r.y : r.x);
     }
-    if (i.warp * 16 < MOST)
+    if (i.warp * 16 < LINES_OF_JOB)
 #pragma unroll
       for (int x = 0; x < 4; x++) l[x] = __fmul_rn(l[x], rescale[i.warp * 16 + (x >> 1) * 8 + i.g]);
   }
@@ -143,7 +143,7 @@ __device__ __forceinline__ void add_values(Columns& o, float (&l)[4], int n, boo
       product<EIGHTS, true>(o[t], further(values, k * 2 * UNIT_ROWS), further(weights, k * 32), k > 0 || !fresh);
     products_commit();
   }
-  if (i.warp * 16 < MOST)
+  if (i.warp * 16 < LINES_OF_JOB)
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       u32 f[4];
@@ -188,7 +188,7 @@ __device__ __forceinline__ void value_role(int jobs, int heads, float* spare_of_
       }
       add_values(o, l, n, fresh);
       fresh = ends(task, x);
-      const Sums one{{l[0], l[2]}, fresh ? shared_at<float>(Place::unit_m)[(n & 1) * MOST + i.lane] : 0.f};
+      const Sums one{{l[0], l[2]}, fresh ? shared_at<float>(Place::unit_m)[(n & 1) * LINES_OF_JOB + i.lane] : 0.f};
       __syncwarp();                                              // all lanes have read what there is of the tile
       if (i.lane == 0) mbarrier_arrive(taken(n & 1));
       if (!fresh) continue;
