@@ -121,6 +121,44 @@ class TestAgainstAServer:
         assert json.loads(capsys.readouterr().out.splitlines()[-1])["runs"][0]["completed"] == 2
 
 
+class TestAServerThatLoads:
+    def wait(self, *statuses: int, seconds: float = 5.0) -> int:
+        asked: list[str] = []
+
+        def answer(request: httpx.Request) -> httpx.Response:
+            asked.append(request.url.path)
+            return httpx.Response(statuses[min(len(asked), len(statuses)) - 1])
+
+        async def go() -> None:
+            async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://server") as client:
+                await load.ready(client, seconds, poll=0.001)
+
+        asyncio.run(go())
+        assert set(asked) == {"/health"}
+        return len(asked)
+
+    def test_is_waited_for(self, capsys):
+        assert self.wait(503, 503, 503, 200) == 4
+        assert capsys.readouterr().err.count("is not ready; waiting at most 5 s") == 1
+
+    def test_without_health_is_taken_as_ready(self):
+        assert self.wait(404) == 1
+
+    def test_has_a_limit(self):
+        with pytest.raises(ConfigError, match=r"http://server is not ready after 0.01 s; .*--ready-check-timeout-sec"):
+            self.wait(503, seconds=0.01)
+
+    def test_that_cannot_be_reached_is_left_to_the_requests(self):
+        def refuse(request: httpx.Request) -> httpx.Response:
+            raise httpx.ConnectError("refused")
+
+        async def go() -> None:
+            async with httpx.AsyncClient(transport=httpx.MockTransport(refuse), base_url="http://server") as client:
+                await load.ready(client, 5.0)
+
+        asyncio.run(go())
+
+
 class TestOneRequest:
     def ask(self, *lines: str, status: int = 200) -> Answer:
         body = "".join(f"{line}\n\n" for line in lines)

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 
+from draftwood import report
+from draftwood.errors import ConfigError
 from draftwood.remote import DONE, event
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -50,6 +52,29 @@ class Answer:
     def per_token(self) -> float | None:
         """Seconds per token after the first; None for one token."""
         return (self.latency - self.first) / (self.completion_tokens - 1) if self.completion_tokens > 1 else None
+
+
+async def ready(client: httpx.AsyncClient, seconds: float, poll: float = 0.5) -> None:
+    """Wait while the server's /health says 503, as this project's does until its model is loaded.
+
+    Any other answer, and none, are left for the requests to meet. Raises ConfigError after `seconds`.
+    """
+    ends, told = time.monotonic() + seconds, False
+    while True:
+        try:
+            response = await client.get("/health")
+        except httpx.HTTPError:
+            return
+        if response.status_code != 503:
+            return
+        if not told:
+            report.note(f"the server at {client.base_url} is not ready; waiting at most {seconds:g} s")
+            told = True
+        if time.monotonic() + poll > ends:
+            raise ConfigError(
+                f"the server at {client.base_url} is not ready after {seconds:g} s; wait for it, or raise --ready-check-timeout-sec"
+            )
+        await asyncio.sleep(poll)
 
 
 async def send(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:

@@ -49,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=1, help="seed of arrivals and of the first request (default 1)")
     group.add_argument("--timeout", type=float, default=600.0, help="seconds until a silent request counts as failed (default 600)")
     group.add_argument(
+        "--ready-check-timeout-sec", type=float, default=600.0, metavar="SECONDS",
+        help="how long to wait for a server that still loads, 0: not at all (default 600)",
+    )  # fmt: skip
+    group.add_argument(
         "--save-result", type=Path, metavar="FILE", help="write a line of JSON a run, with every request's times and text"
     )
     group.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -90,7 +94,7 @@ def _bodies(args: argparse.Namespace) -> list[dict[str, Any]]:
     for flag, value, low, most in (
         ("--num-prompts", args.num_prompts, 1, 1_000_000), ("--num-warmups", args.num_warmups, 0, 10_000),
         ("--max-tokens", args.max_tokens, 1, 1 << 20), ("--timeout", args.timeout, 0.1, 1e6),
-        ("--temperature", args.temperature, 0, 2),
+        ("--temperature", args.temperature, 0, 2), ("--ready-check-timeout-sec", args.ready_check_timeout_sec, 0, 1e6),
     ):  # fmt: skip
         if not low <= value <= most:
             raise ConfigError(f"{flag} {value} is outside {low}..{most}; choose a value in that range")
@@ -152,7 +156,7 @@ async def _measure(
 ) -> list[dict[str, Any]]:
     import httpx
 
-    from draftwood.bench.load import CHAT, COMPLETIONS
+    from draftwood.bench.load import CHAT, COMPLETIONS, ready
     from draftwood.bench.load import run as run_load
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -162,6 +166,8 @@ async def _measure(
     async with httpx.AsyncClient(
         base_url=server.url, headers=server.headers, timeout=args.timeout, limits=limits, trust_env=False
     ) as client:
+        if args.ready_check_timeout_sec:
+            await ready(client, args.ready_check_timeout_sec)
         with report.progress(args.num_warmups + len(loads) * len(asked), "bench serve", " requests") as bar:
             if args.num_warmups:
                 warm = [asked[i % len(asked)] for i in range(args.num_warmups)]
