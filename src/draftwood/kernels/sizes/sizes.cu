@@ -42,6 +42,53 @@ __device__ __forceinline__ float seconds_at(const int* totals, const float* seco
   return add_rn(seconds[high - 1], mul_rn(slope, (float)(total - totals[high - 1])));
 }
 
+// What a step keeps of its trees: nodes of bins up to this one, none with -1; all nodes then, and tokens expected, times 2^18.
+struct Kept {
+  float rate;
+  int bin, nodes;
+  long long gain;
+};
+
+// The best of a cap, the first of equals, where `none` is kept in any case; by a warp, each lane a run of bins.
+__device__ __forceinline__ Kept best_of(const int (&nodes_in)[CAPS][BINS], const long long (&gain_in)[CAPS][BINS], int cap,
+                                        const int* totals, const float* seconds, int points, Kept none) {
+  constexpr int EACH = (BINS + 31) / 32;
+  const int lane = threadIdx.x & 31, first = lane * EACH, end = min(first + EACH, BINS);
+  int nodes = 0;
+  long long gain = 0;
+  auto add = [&](int bin) {
+    int more = 0;
+    for (int c = 0; c <= cap; c++) { more += nodes_in[c][bin]; gain += gain_in[c][bin]; }
+    nodes += more;
+    return more > 0;
+  };
+  for (int bin = first; bin < end; bin++) add(bin);
+  int nodes_here = nodes;
+  long long gain_here = gain;
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) {
+    const int n = __shfl_up_sync(ALL_LANES, nodes, d);
+    const long long g = __shfl_up_sync(ALL_LANES, gain, d);
+    if (lane >= d) { nodes += n; gain += g; }
+  }
+  nodes += none.nodes - nodes_here;
+  gain += none.gain - gain_here;
+  none.rate = div_rn((float)none.gain, seconds_at(totals, seconds, points, none.nodes));
+  Kept best = none;
+  for (int bin = first; bin < end; bin++) {
+    if (!add(bin)) continue;
+    const float rate = div_rn((float)gain, seconds_at(totals, seconds, points, nodes));
+    if (rate > best.rate) best = Kept{rate, bin, nodes, gain};
+  }
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) {
+    const Kept o{__shfl_xor_sync(ALL_LANES, best.rate, d), __shfl_xor_sync(ALL_LANES, best.bin, d),
+                 __shfl_xor_sync(ALL_LANES, best.nodes, d), __shfl_xor_sync(ALL_LANES, best.gain, d)};
+    if (o.rate > best.rate || (o.rate == best.rate && o.bin < best.bin)) best = o;
+  }
+  return best;
+}
+
 // One block. Of `live` places the first `free` decode. counts [R] (cut for rows with automatic[r]), logprob [R][N], heat [R];
 // ratio [KINDS][CLASSES]; totals, seconds [CAPS][points], totals ascending. For caps 0 .. own: expected, tokens that decoding
 // places return on average, times 2^18, and sized, the nodes of the step; 0 for larger caps. The trees are cut as cap `own` has
@@ -96,27 +143,14 @@ fit_sizes(const int* live, const int* free, int R, int N, const unsigned char* a
     }
   }
   __syncthreads();
-  if (lane == 0 && tid >> 5 <= own) {                                        // a warp per cap
-    const int cap = tid >> 5;
-    const int* at = totals + cap * points;
-    const float* cost = seconds + cap * points;
-    int nodes = fixed_nodes, found = -1, kept_nodes = nodes;
-    long long gain = fixed_gain + (long long)decoding * (int)ONE;
-    long long kept = gain;
-    float most = div_rn((float)gain, seconds_at(at, cost, points, nodes));
-    for (int bin = 0; bin < BINS; bin++) {
-      int more = 0;
-      long long won = 0;
-      for (int c = 0; c <= cap; c++) { more += nodes_in[c][bin]; won += gain_in[c][bin]; }
-      if (!more) continue;
-      nodes += more;
-      gain += won;
-      const float rate = div_rn((float)gain, seconds_at(at, cost, points, nodes));
-      if (rate > most) { most = rate; found = bin; kept = gain; kept_nodes = nodes; }
+  if (const int cap = tid >> 5; cap <= own) {                                // a warp per cap
+    const Kept none{0.f, -1, fixed_nodes, fixed_gain + (long long)decoding * (int)ONE};
+    const Kept kept = best_of(nodes_in, gain_in, cap, totals + cap * points, seconds + cap * points, points, none);
+    if (lane == 0) {
+      if (cap == own) best = kept.bin;
+      expected[cap] = kept.gain;
+      sized[cap] = kept.nodes;
     }
-    if (cap == own) best = found;
-    expected[cap] = kept;
-    sized[cap] = kept_nodes;
   }
   __syncthreads();
   for (int r = tid; r < decoding; r += FIT_THREADS) {
