@@ -128,6 +128,64 @@ def test_drafting_that_does_not_pay_is_tried_as_rarely_as_it_costs_and_taken_up_
     assert gaps(tries(3000, 0.98, 2.0)[500:]) == {4}
 
 
+def paced(auto: AutoTrees, rows: int, seconds: float, device: float, steps: int = 200) -> None:
+    """Have steps of so many rows take the host and the device so long, one flying while the host works on the next."""
+    now, plan = 0.0, decoding(rows)
+    auto.begins(plan, now)
+    for _ in range(steps):
+        auto.begins(plan, now)
+        waited = max(device - seconds, 0.0)
+        auto.pace.read(waited)
+        now += seconds + waited
+    auto.pace.read(0.0)
+
+
+@pytest.mark.parametrize("device", [0.0, 0.003, 0.02])
+def test_the_hosts_time_of_a_step_is_what_it_does_not_wait(device):
+    auto = automatic()
+    auto.measure(lambda rows, nodes, context, trees: (0.001 * nodes, rows * nodes))
+    paced(auto, 2, 0.005, device)
+    assert auto.pace.seconds(2) == pytest.approx(0.005)
+    assert auto.pace.seconds(1) == 0
+
+
+def test_a_pause_of_the_caller_and_steps_with_prompts_are_not_the_hosts_pace():
+    auto = automatic()
+    auto.measure(lambda rows, nodes, context, trees: (0.001 * nodes, rows * nodes))
+    paced(auto, 2, 0.005, 0.02)
+    known = auto.pace.seconds(2)
+    auto.begins(decoding(2), 1e6)  # nothing flew
+    auto.begins(decoding(2), 1e6 + 1)  # nothing was read
+    auto.pace.read(0.0)
+    auto.begins(decoding(1, chunk=(1, 2)), 2e6)
+    assert auto.pace.seconds(2) == known
+    auto.pace.read(0.0)
+    auto.begins(decoding(2), 3e6)
+    assert known < auto.pace.seconds(2) <= 1.16 * known
+
+
+def test_no_step_costs_less_than_it_takes_the_host():
+    """Ten times as long as the device needs for the largest trees: these cost nothing, and they are grown."""
+    auto = automatic(4)
+    auto.measure(lambda rows, nodes, context, trees: (1e-3 + 1e-4 * rows * nodes + 1e-3 * trees / 64, rows * nodes))
+    measured = auto.costs[4].seconds.clone()
+    auto.sized(decoding(4))
+    assert torch.equal(auto.costs[4].seconds, measured)
+    paced(auto, 4, 0.3, 0.03)
+    plan = auto.sized(decoding(4))
+    assert auto.costs[4].seconds.unique().tolist() == pytest.approx([0.3])
+    assert auto.costs[2].seconds.max() < 0.1, "of other loads nothing is known"
+    for _ in range(300):
+        size = auto.caps.index(max(plan.budgets))
+        key = auto._sizes.key(4, max(plan.budgets), False)
+        auto.learn(plan, key, [int(4 * (2 + c) * ONE) for c in range(4)], [4 * (1 + cap) for cap in auto.caps], 4 * (2 + size))
+        plan = auto.sized(decoding(4))
+    assert max(plan.budgets) == 64
+    paced(auto, 4, 1e-6, 0.03, steps=600)
+    auto.sized(decoding(4))
+    assert torch.equal(auto.costs[4].seconds, measured)
+
+
 def told(auto: AutoTrees, plan: StepPlan, tokens: float, came: int) -> None:
     """Have the host learn that every size would return `tokens` tokens a row from all its nodes."""
     rows, size = len(plan.rows), max(plan.budgets)

@@ -1,12 +1,13 @@
 """`--tree-budget auto` on a GPU: the device cuts each tree, the host decides one step later how much to grow, and whether at all.
 
 What steps cost is measured at the start, before there are requests, on pages that nobody has yet: by rows, by graph (of plain steps
-and of trees up to each size) and by nodes in it.
+and of trees up to each size) and by nodes in it. No step costs less than it takes the host (`pace`), which is seen as steps run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwood.engine.cuda.budgets import Budgets
+from draftwood.engine.cuda.pace import Pace
 from draftwood.engine.cuda.state import pinned
 from draftwood.engine.scheduler import StepPlan
 from draftwood.kernels.sizes import op as sizes_op
@@ -31,7 +33,7 @@ times bend, and what is between two points must be as wrong in one graph as in a
 FAR = 16384
 """Committed tokens at which steps are timed a second time, where rows may be that long: attention is no small part there."""
 MOVED = 1.25
-"""Costs are told anew when the longest row has grown or shrunk by this factor."""
+"""Costs are told anew when the longest row, or what a step takes the host, has grown or shrunk by this factor."""
 FADES, SURE = 0.98, 16.0
 """Of the running sums of tokens that were expected and that came: what is left of them a step later, and what stands beside them
 while they are small."""
@@ -72,20 +74,26 @@ class _Curve:
         return np.maximum.accumulate(np.maximum(self.near + (self.far - self.near) * part, self.near / 2))
 
 
+def _linear(x: Sequence[float], y: Sequence[float], at: float) -> float:
+    """The value at a place: linear between the points, x ascending, and along the outermost segments."""
+    high = min(max(bisect_left(x, at), 1), len(x) - 1)
+    slope = (y[high] - y[high - 1]) / (x[high] - x[high - 1])
+    return y[high - 1] + slope * (at - x[high - 1])
+
+
 @dataclass(frozen=True)
 class _Told:
-    """What the device knows of the steps of one number of rows: plain seconds, and by size totals and seconds."""
+    """What steps of one number of rows take the device: plain seconds, and by size totals and seconds. host: the least that it has
+    been told of any step. Lists, since a step asks for single numbers."""
 
     plain: float
-    totals: list[NDArray[np.int64]]
-    seconds: list[NDArray[np.float64]]
+    totals: list[list[int]]
+    seconds: list[list[float]]
+    host: float
 
     def drafted(self, size: int, nodes: int) -> float:
-        """Seconds of a step of so many nodes in all: linear between the points and along the outermost segments."""
-        x, y = self.totals[size], self.seconds[size]
-        high = int(np.clip(np.searchsorted(x, nodes), 1, len(x) - 1))
-        slope = (y[high] - y[high - 1]) / (x[high] - x[high - 1])
-        return max(float(y[high - 1] + slope * (nodes - x[high - 1])), 1e-9)
+        """Seconds of a step of so many nodes in all."""
+        return max(_linear(self.totals[size], self.seconds[size], nodes), 1e-9)
 
 
 class AutoTrees:
@@ -103,6 +111,8 @@ class AutoTrees:
         """By rows of a graph."""
         self.budgets: Budgets | None = None
         """None until costs are known."""
+        self.pace = Pace()
+        """Of the host, by rows of a graph."""
         self._plain: list[list[float]] = []
         self._curves: list[list[_Curve]] = []
         """By number of rows and size, as far as sizes may pay."""
@@ -160,13 +170,27 @@ class AutoTrees:
             part = max((context - self.contexts[0]) / (self.contexts[1] - self.contexts[0]), 0.0)
         for rows, times, curves in zip(self._sizes.rows, self._plain, self._curves, strict=True):
             plain = max(times[0] + (times[-1] - times[0]) * part, times[0] / 2)
-            self._told[rows] = _Told(plain, [c.totals for c in curves], [c.seconds(part) for c in curves])
-            found = self._told[rows]
-            whole = range(len(CAPS))  # what stands in place of sizes that do not pay is not read
-            totals = np.stack([found.totals[min(c, len(curves) - 1)] for c in whole]).astype(np.int32)
-            seconds = np.stack([found.seconds[min(c, len(curves) - 1)] for c in whole]).astype(np.float32)
-            self._send(self.costs[rows].totals, totals)
-            self._send(self.costs[rows].seconds, seconds)
+            seconds = [c.seconds(part).tolist() for c in curves]
+            self._told[rows] = _Told(plain, [c.totals.tolist() for c in curves], seconds, 0.0)
+            self._tell_load(rows)
+
+    def _tell_load(self, rows: int) -> None:
+        """Give the device the costs of the graphs with so many rows, none below the host's."""
+        found = dataclasses.replace(self._told[rows], host=self.pace.seconds(rows))
+        self._told[rows] = found
+        whole = [
+            min(c, len(found.totals) - 1) for c in range(len(CAPS))
+        ]  # what stands in place of sizes that do not pay is not read
+        self._send(self.costs[rows].totals, np.array([found.totals[c] for c in whole], np.int32))
+        seconds = np.array([found.seconds[c] for c in whole], np.float32)
+        self._send(self.costs[rows].seconds, np.maximum(seconds, np.float32(found.host)))
+
+    def _keep_pace(self, rows: int) -> None:
+        """Tell the costs of a load anew, if the host has become faster or slower and that matters: the device is done before it."""
+        found, now = self._told[rows], self.pace.seconds(rows)
+        fastest = min(found.seconds[0][0], found.plain)
+        if max(now, found.host) > fastest and not found.host / MOVED <= now <= found.host * MOVED:
+            self._tell_load(rows)
 
     def _send(self, to: Tensor, values: NDArray[Any]) -> None:
         staged = pinned(4 * values.size, self._device).view(to.dtype).view(values.shape)
@@ -174,8 +198,9 @@ class AutoTrees:
         to.copy_(staged, non_blocking=True)
 
     def plain_seconds(self, rows: int) -> float:
-        """Of a step of so many rows, between the numbers that were timed."""
-        return float(np.interp(rows, self.counts, [self._told[r].plain for r in self._sizes.rows]))
+        """What a step of so many rows takes the device, between the numbers that were timed."""
+        plain = [self._told[r].plain for r in self._sizes.rows]
+        return plain[0] if len(plain) == 1 else _linear(self.counts, plain, min(max(rows, self.counts[0]), self.counts[-1]))
 
     # --------------------------------------------------------------------------------------------------- how much to grow
 
@@ -184,6 +209,11 @@ class AutoTrees:
         place = next(i for i, r in enumerate(self._sizes.rows) if r >= rows)
         return self._sizes.rows[place], len(self._curves[place]) - 1
 
+    def begins(self, plan: StepPlan, now: float) -> None:
+        """A step is about to be launched, at `now` seconds of a clock."""
+        decodes = self.budgets is not None and not any(plan.chunks)
+        self.pace.launched(self._load(len(plan.rows))[0] if decodes else None, now)
+
     def sized(self, plan: StepPlan) -> StepPlan:
         """Set how much the automatic rows of a step grow; 0 where trees do not pay at this load."""
         if self.budgets is None or not any(plan.auto):
@@ -191,6 +221,7 @@ class AutoTrees:
         if len(self.contexts) > 1 and not self._at / MOVED <= max(plan.longest, self.contexts[0]) <= self._at * MOVED:
             self._tell(max(plan.longest, self.contexts[0]))
         load = self._load(sum(not chunk for chunk in plan.chunks))
+        self._keep_pace(load[0])
         most = self.budgets.beside(*load) if any(plan.chunks) else self.budgets.next(*load)
         budgets = tuple(min(b, most) if auto else b for b, auto in zip(plan.budgets, plan.auto, strict=True))
         return dataclasses.replace(plan, budgets=budgets, auto=tuple(auto and most > 0 for auto in plan.auto))
@@ -208,8 +239,9 @@ class AutoTrees:
             return
         self._expected = FADES * self._expected + expected[tried] / ONE
         self._came = FADES * self._came + came
-        told, plain = self._told[key.rows], self.plain_seconds(rows)
+        told, host = self._told[key.rows], self.pace.seconds(key.rows)
+        plain = max(self.plain_seconds(rows), host)
         bias = (self._came + SURE) / (self._expected + SURE)
-        lasted = [told.drafted(c, sized[c]) / plain for c in range(tried + 1)]
+        lasted = [max(told.drafted(c, sized[c]), host) / plain for c in range(tried + 1)]
         over_plain = [bias * expected[c] / ONE / rows / lasted[c] for c in range(tried + 1)]
         self.budgets.learn(load, most, over_plain, lasted[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +101,9 @@ class CudaStepper:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, trace: bool = False) -> Flying:
         """Send what changed, start the step's graph, and copy its results away behind it."""
-        plan = plan if self.auto is None else self.auto.sized(plan)
+        if self.auto is not None:
+            self.auto.begins(plan, time.monotonic())
+            plan = self.auto.sized(plan)
         for start in plan.starts:
             self._restore(start)
             self.buffers.forms.begin(start)
@@ -293,8 +296,11 @@ class Flying:
 
     def read(self) -> StepResult:
         """Wait for the copies and return the result in the plan's order."""
+        began = time.monotonic()
         if self.done is not None:
             self.done.synchronize()
+        if self.auto is not None:
+            self.auto.pace.read(time.monotonic() - began)
         views = carve_host(self.raw, Results.fields(self.places, self.width))
         at = np.array(self.staged.results, np.int64)
         chunks = np.array([len(chunk) for chunk in self.plan.chunks], np.int64)
