@@ -155,11 +155,12 @@ def _arranged(x: Tensor, shape: Shape, tokens: int, rows: Tensor | None, scratch
     made = torch.empty(wanted, dtype=torch.bfloat16, device=x.device) if scratch is None else scratch
     if made.dtype != torch.bfloat16 or made.numel() < wanted or not made.is_contiguous() or made.data_ptr() % 16:
         raise ValueError(f"scratch must be {wanted} contiguous bf16 values on 16 bytes; it is {made.dtype} {tuple(made.shape)}")
-    form, n = plan.ARRANGE, x.shape[0]
+    form, n, warps = plan.ARRANGE, x.shape[0], plan.arrange_warps(shape)
+    blocks = (-(-n * warps // (8 * form.tokens)), -(-shape.inputs * 8 // (warps * form.rows)), shape.heads)
     _kernel(form, device)(
-        (-(-n // form.tokens), -(-shape.inputs // form.rows), shape.heads), form.threads,
+        blocks, form.threads,
         (x, made, _NULL if rows is None else rows, np.int32(n), np.int32(shape.inputs), np.int32(tokens),
-         np.int64(x.stride(0)), np.int64(x.stride(1) if x.dim() == 3 else 0)),
+         np.int64(x.stride(0)), np.int64(x.stride(1) if x.dim() == 3 else 0), np.int32(warps)),
         0, pdl=True,
     )  # fmt: skip
     return made

@@ -296,7 +296,12 @@ def _fed_form(shape: Shape, tiles: int, groups: int, along: int, across: int, ar
 
 
 ARRANGE = Form("linear_arrange", (), 256, 0, 1024, 8, 1)
-"""What puts x in order for the fed kernel: a block takes so many values (rows here) of so many tokens."""
+"""What puts x in order for the fed kernel: a block takes so many values (rows here) of so many tokens, or fewer of more."""
+
+
+def arrange_warps(shape: Shape) -> int:
+    """Return how many of the eight warps of ARRANGE's block go along K, 128 values each; the others go along the tokens."""
+    return next(warps for warps in (1, 2, 4, 8) if warps == 8 or 128 * warps >= shape.inputs)
 
 
 def arranged_tokens(form: Form, n: int) -> int:
