@@ -240,16 +240,14 @@ have."""
 def choose_nodes(tokens: int, heads: int, context: int) -> str | None:
     """Return the form of nodes.cu or heads.cu for a bucket of so many nodes, None where columns.cu is as fast.
 
-    Few nodes of a short context are cut into runs for all multiprocessors. Many are whole: their jobs take turns of 66, and the
-    last turn must be well filled (72 nodes are 1.5 us faster at 512 tokens, and 50 slower at 2048).
+    Few nodes of a short context are cut into runs for all multiprocessors. Many are whole: their jobs take turns of 66, and a last
+    turn that few blocks have work in is cut. A first turn must be well filled.
     """
     if not takes(SHAPES["h"], heads) or context > MIDDLE:
         return None
     if context <= SHORT and 4 <= tokens <= 22:
         return "n2" if tokens <= 10 else "n4"
-    jobs = tokens * heads // 64
-    turns = -(-jobs // 66)
-    return "h" if jobs >= 0.7 * 66 * turns else None
+    return "h" if tokens * heads // 64 >= 0.7 * 66 else None
 
 
 def choose(rows: int, nodes: int, heads: int, context: int, arch: str) -> str:

@@ -15,8 +15,8 @@ struct Step {
   std::vector<int> lengths, counts, starts;
 };
 static Step random_step(std::mt19937& random) {
-  const int lines = random() % 2 ? 32 : 16;
-  Step s{64 << random() % 2, lines, (int[]){8, 120, 132}[random() % 3], 0, (long long[]){0, 5000, 1 << 17}[random() % 3]};
+  const int lines = 16 << random() % 3;
+  Step s{64 << random() % 2, lines, (int[]){8, 66, 120, 132}[random() % 4], 0, (long long[]){0, 5000, 1 << 17}[random() % 3]};
   const int rows = 1 + random() % (int[]){1, 3, 20, 256}[random() % 4], most = (int[]){1, 9, 65}[random() % 3];
   int token = 0;
   for (int r = 0; r < rows; r++) {
