@@ -37,8 +37,8 @@ SECONDS, LEAST = 3.0, 6
 LOST = 0.6
 TOKENS = 192
 """Of a prompt, at most."""
-DECODED, ROUNDS = 384, 3
-"""Tokens that each row of a real model decodes, and how often; the median counts."""
+DECODED, EACH, ROUNDS = 192, 4, 3
+"""Tokens that each request to a real model decodes, how often each prompt is asked, and how often all that; the median counts."""
 
 
 def prompts(llm: LLM, rows: int) -> list[list[int]]:
@@ -76,13 +76,17 @@ def timed(engine: Engine, texts: Sequence[Sequence[int]], budget: int | str, set
     return {"rows": len(texts), "budget": budget, **line}
 
 
-def whole(engine: Engine, texts: Sequence[Sequence[int]], budget: int | str, temperature: float) -> dict[str, Any]:
-    """Decode DECODED tokens behind each text."""
+def served(engine: Engine, texts: Sequence[Sequence[int]], budget: int | str, temperature: float) -> dict[str, Any]:
+    """Decode DECODED tokens behind each text EACH times, as many at once as there are texts: the next begins where one ends, so
+    that few steps have fewer rows."""
     params = SamplingParams(max_tokens=DECODED, ignore_eos=True, tree_budget=budget, seed=1, temperature=temperature)
+    waiting = [text for _ in range(EACH - 1) for text in texts]
     admitted(engine, texts, params)
     before, began, walls = counted(engine), time.monotonic(), list[float]()
     while not engine.idle:
-        engine.step()
+        for output in engine.step():
+            if output.finish_reason is not None and waiting:
+                engine.add(waiting.pop(), params)
         walls.append(time.monotonic() - began - sum(walls))
     return {"rows": len(texts), "budget": budget, **figures(engine, before, walls)}
 
@@ -102,10 +106,10 @@ def figures(engine: Engine, before: tuple[int, int, int], walls: Sequence[float]
     }  # fmt: skip
 
 
-def compared_whole(engine: Engine, texts: Sequence[Sequence[int]], temperature: float) -> Iterator[dict[str, Any]]:
+def compared_served(engine: Engine, texts: Sequence[Sequence[int]], temperature: float) -> Iterator[dict[str, Any]]:
     """As `compared`, for a real model, in turn; what the first automatic trees learn stays with the engine."""
-    whole(engine, texts, "auto", temperature)
-    rounds = [[whole(engine, texts, budget, temperature) for budget in (*BUDGETS, "auto")] for _ in range(ROUNDS)]
+    served(engine, texts, "auto", temperature)
+    rounds = [[served(engine, texts, budget, temperature) for budget in (*BUDGETS, "auto")] for _ in range(ROUNDS)]
     median = [sorted(lines, key=lambda line: line["tok_s"])[ROUNDS // 2] for lines in zip(*rounds, strict=True)]
     yield from median
     best = max(median[:-1], key=lambda line: line["tok_s"])
@@ -154,7 +158,7 @@ def main() -> int:
             print(json.dumps({"accept": mean, "start_s": round(time.monotonic() - began, 1)}), flush=True)
             for count in rows:
                 texts = prompts(llm, count)
-                lines = compared(llm.engine, texts) if mean else compared_whole(llm.engine, texts, asked.temperature)
+                lines = compared(llm.engine, texts) if mean else compared_served(llm.engine, texts, asked.temperature)
                 for line in lines:
                     lost += line.get("auto_over_best", 1.0) < 0.97
                     print(json.dumps({"accept": mean, **line}), flush=True)

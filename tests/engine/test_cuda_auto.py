@@ -58,10 +58,10 @@ def test_measuring_teaches_nothing_about_acceptance():
 
 def test_costs_of_steps_follow_the_longest_row():
     auto = automatic(2, 1 << 18)
-    assert auto.contexts == (1024, 16384)
+    assert auto.contexts == (256, 16384)
     auto.measure(lambda rows, nodes, context, trees: (1 + 0.001 * nodes + rows * nodes * context / 1e6, rows * nodes))
     near = auto.costs[2].seconds.clone()
-    auto.sized(decoding(2, 900))
+    auto.sized(decoding(2, 200))
     assert torch.equal(auto.costs[2].seconds, near)
     auto.sized(decoding(2, 8192))
     for cap, size in enumerate(auto.caps):

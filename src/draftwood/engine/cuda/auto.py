@@ -25,13 +25,13 @@ from draftwood.kernels.sizes import op as sizes_op
 from draftwood.kernels.sizes.ref import CAPS, ONE, Costs
 from draftwood.model.cuda.keys import Key, Sizes
 
-NEAR = 1024
+NEAR = 256
 """Committed tokens of the rows whose steps are timed."""
 NODES = (1, 2, 3, 5, 9, 17, 33, 65)
 """Nodes of a row, the root included, at which steps of each graph are timed that has room for them: the same for all graphs, for
 times bend, and what is between two points must be as wrong in one graph as in another. One node: a draft for nothing."""
 FAR = 16384
-"""Committed tokens at which steps are timed a second time, where rows may be that long: attention is no small part there."""
+"""Committed tokens, at most, at which steps are timed a second time, where rows may be long: attention is no small part there."""
 MOVED = 1.25
 """Costs are told anew when the longest row, or what a step takes the host, has grown or shrunk by this factor."""
 FADES, SURE = 0.98, 16.0
@@ -104,7 +104,7 @@ class AutoTrees:
         self._sizes, self._device = sizes, device
         self.caps = sizes.budgets[1:]
         near = min(NEAR, max(context // 2, 1))
-        self.contexts = (near, min(FAR, context // 2)) if context >= 8 * near else (near,)
+        self.contexts = (near, min(FAR, context // 2)) if context >= 4 * near else (near,)
         self.counts = [min(r, rows) for r in sizes.rows]
         self.calibration = sizes_op.allocate(device)
         self.costs = {r: self._empty() for r in sizes.rows}

@@ -205,16 +205,19 @@ class DeviceRows:
         return self.sizes.key(max(len(free), 1), max(free, default=0), len(free) < len(plan.rows), drafts)
 
     def stage(self, plan: StepPlan, key: Key) -> Staged:
-        """Begin and lengthen the plan's rows, and send what its graph reads: nothing, while the same rows decode alike. No row
-        drafts more than the graph has room for."""
+        """Begin and lengthen the plan's rows, and send what its graph reads: while the same rows decode alike, the page tables of
+        those that gained pages and nothing else. No row drafts more than the graph has room for."""
         steady = (plan.rows, plan.budgets, plan.auto, plan.emits)
-        if steady == self._steady and not (plan.starts or plan.growths or any(plan.chunks)):
-            return Staged(key, tuple(range(len(plan.rows))))
-        self._steady = None if any(plan.chunks) else steady
+        alike = steady == self._steady and not (plan.starts or any(plan.chunks))
         for start in plan.starts:
             self.begin(start)
         for growth in plan.growths:
             self.grow(growth)
+        if alike:
+            if plan.growths:
+                self._show_pages(np.array(plan.rows, np.int64))
+            return Staged(key, tuple(range(len(plan.rows))))
+        self._steady = None if any(plan.chunks) else steady
         free = [i for i, chunk in enumerate(plan.chunks) if not chunk]
         order = [(i, 0, 0, plan.emits[i]) for i in free]
         results = {i: place for place, i in enumerate(free)}
