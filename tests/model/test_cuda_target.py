@@ -173,7 +173,7 @@ def test_more_nodes_than_the_router_takes_go_through_it_in_parts(cuda_refs: Call
     rows = [Row(0, 0, prompt(27, 1), chain(27)), Row(1, 0, prompt(6, 2), chain(6))]
     found = []
     for most in (1024, 24):
-        monkeypatch.setattr(work, "MOST_ROUTED", most)
+        monkeypatch.setattr(work, "MOST_ROUTED_TO_FEW", most)
         ours.reserve([bucket])
         memory = Memory(ours.config, 2, 2, "cpu")
         found.append(Step.make(bucket, rows, memory).run(ours.bind(bucket), memory.cache))

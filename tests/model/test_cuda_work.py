@@ -135,6 +135,7 @@ def test_draft_launches_are_what_the_formula_says(cuda_refs: Calls) -> None:  # 
 
 def test_constants_are_the_kernels() -> None:
     assert (work.MOST_ROUTED, work.WHOLE_ROWS) == (route_op.MOST_ROWS, route_op.WHOLE_ROWS)
+    assert (work.MOST_ROUTED_TO_FEW, work.FEW_HELD) == (route_op.MOST_ROWS_TO_FEW, route_op.FEW_HELD)
     assert work.TICKETS == 1 + route_op.WHOLE_ROWS // route_op.WHOLE_BLOCK
     assert work.padded(1) == repack.WIDTH_MULTIPLE
     assert (draft_op.CHUNK, draft_op.QUERIES, draft_op.SPLITS[-1][0]) == (work.DRAFT_CHUNK, work.DRAFT_QUERIES, work.DRAFT_SPLIT)
@@ -149,9 +150,10 @@ def test_constants_are_the_kernels() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 7, 1024, 1025, 4224, 8320])
 def test_chunks_cover_all_nodes_once(tokens: int) -> None:
-    parts = work.chunks(tokens)
-    assert [i for part in parts for i in part] == list(range(tokens)) and max(map(len, parts)) <= 1024
-    assert len(parts) == -(-tokens // 1024) and {len(part) for part in parts[:-1]} <= {len(parts[0])}
+    for held, most in ((48, 2304), (96, 2304), (97, 1024), (384, 1024)):
+        parts = work.chunks(tokens, held)
+        assert [i for part in parts for i in part] == list(range(tokens)) and max(map(len, parts)) <= most
+        assert len(parts) == -(-tokens // most) and {len(part) for part in parts[:-1]} <= {len(parts[0])}
 
 
 def test_k26_on_one_gpu() -> None:

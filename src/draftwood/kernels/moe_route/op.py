@@ -16,8 +16,11 @@ from torch import Tensor
 from draftwood.kernels import jit
 from draftwood.kernels.check import Variant
 
-MOST_ROWS = 1024
-"""Rows of one call: an expert's rows are a bit mask of this many bits in shared memory."""
+MOST_ROWS, MOST_ROWS_TO_FEW, FEW_HELD = 1024, 2304, 96
+"""Rows of one call, and of one for a rank that holds few experts, and how many those are: each expert's rows are a bit mask of this
+many bits in shared memory. A rank's experts then read their weights once where two calls read them twice."""
+MOST_PAIRS = 32_768
+"""Pairs of one call: they are counted beside jobs in half a word."""
 WHOLE_ROWS, WHOLE_BLOCK = 128, 32
 """Rows up to which all may be one launch, and rows of one of its blocks."""
 SCORE_BLOCKS, TURN = 132, 16
@@ -92,10 +95,16 @@ def most_jobs(rows: int, topk: int, held: int, tile: int) -> int:
     return min(rows * topk, held) + (rows * topk // tile if rows > tile else 0)
 
 
+def most_rows(held: int) -> int:
+    """Most rows of one call for a rank that holds `held` experts."""
+    return MOST_ROWS_TO_FEW if held <= FEW_HELD else MOST_ROWS
+
+
 def allocate(shape: Shape, rows: int, first: int, held: int, device: torch.device | str) -> Lists:
     """Return lists for up to `rows` rows and any tile. Raises ValueError for sizes that no kernel serves."""
-    if not 1 <= rows <= MOST_ROWS:
-        raise ValueError(f"the router serves 1 to {MOST_ROWS} rows a call, not {rows}; cut the rows into chunks")
+    if not 1 <= rows <= most_rows(held) or rows * shape.topk > MOST_PAIRS:
+        most = min(most_rows(held), MOST_PAIRS // shape.topk)
+        raise ValueError(f"the router serves 1 to {most} rows a call of {held} experts, not {rows}; cut the rows into chunks")
     if not 0 <= first < first + held <= shape.experts:
         raise ValueError(f"experts {first} to {first + held - 1} are not all among the {shape.experts} of the router")
     ints = functools.partial(torch.zeros, dtype=torch.int32, device=device)
@@ -146,7 +155,7 @@ def _variant(entry: str, shape: Shape, parts: int) -> Variant:
         entry.upper(): 1,
     }  # fmt: skip
     threads = 32 * (CHOOSERS if entry == "settle" else shape.warps)
-    shared = _settle_bytes(shape, shape.experts, MOST_ROWS) if entry == "settle" else 0
+    shared = max(_settle_bytes(shape, held, most_rows(held)) for held in (shape.experts, FEW_HELD)) if entry == "settle" else 0
     return Variant(jit.Source(Path(__file__).parent / "route.cu", entry, macros), threads, shared)
 
 

@@ -78,13 +78,17 @@ def test_bad_shapes_are_one_line() -> None:
     with pytest.raises(ValueError, match="hidden 100"):
         op.Shape(100, 16, 2)
     with pytest.raises(ValueError, match="1 to 1024 rows"):
-        op.allocate(NANO, 1025, 0, 16, "cpu")
+        op.allocate(K26, 1025, 0, 384, "cpu")
+    with pytest.raises(ValueError, match="1 to 2304 rows"):
+        op.allocate(NANO, 2305, 0, 16, "cpu")
+    with pytest.raises(ValueError, match="1 to 1024 rows"):
+        op.allocate(op.Shape(384, 64, 32), 1025, 0, 64, "cpu")
     with pytest.raises(ValueError, match="experts 8 to 23"):
         op.allocate(NANO, 8, 8, 16, "cpu")
 
 
 def test_capacity_covers_the_worst_routing() -> None:
-    for rows, tile in ((1, 8), (8, 8), (9, 8), (65, 8), (1024, 64)):
+    for rows, tile in ((1, 8), (8, 8), (9, 8), (65, 8), (1024, 64), (2304, 128)):
         same = [list(range(8))] * rows
         assert len(ref.lists(same, 0, 384, tile)[1]) <= op.most_jobs(rows, 8, 384, tile)
         apart = [[(8 * t + k) % 384 for k in range(8)] for t in range(rows)]
@@ -166,6 +170,24 @@ def test_a_row_does_not_depend_on_the_others_and_lists_are_exact(shape: op.Shape
         assert int(out.njobs) == len(jobs)
         assert [tuple(j) for j in out.jobs[: len(jobs)].tolist()] == jobs
         assert (out.pairs[len(pairs) :] == -1).all() and (out.jobs[len(jobs) :] == -1).all()
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", [K26, NANO])
+@pytest.mark.parametrize("form", ["parts", "apart"])
+def test_a_rank_of_few_experts_takes_more_rows_at_once(shape: op.Shape, form: str) -> None:
+    router, _ = _router(shape, True)
+    first, held = rank = (shape.experts // 8, min(48, shape.experts // 2))
+    x = torch.randn(op.MOST_ROWS_TO_FEW, shape.hidden, device="cuda").to(torch.bfloat16)
+    known = [_run(part.contiguous(), router, rank=rank) for part in x.split(768)]
+    experts, weights = (torch.cat([getattr(out, name) for out in known]) for name in ("experts", "weights"))
+    for rows, live in ((1025, 1025), (1152, 1100), (2304, 2304)):
+        out = _run(x[:rows], router, 128, live, rank, form=form)
+        assert torch.equal(out.experts[:live], experts[:live]) and torch.equal(out.weights[:live], weights[:live])
+        pairs, jobs = ref.lists(out.experts[:live].tolist(), first, held, 128)
+        assert out.pairs[: len(pairs)].tolist() == pairs and int(out.njobs) == len(jobs)
+        assert [tuple(j) for j in out.jobs[: len(jobs)].tolist()] == jobs
 
 
 @gpu

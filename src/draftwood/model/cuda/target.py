@@ -95,7 +95,7 @@ class Forward:
             partial_bytes=work.PARTIALS, scratch=space.attention,
         )  # fmt: skip
         experts = workspace.expert_shape(sizes)
-        self.chunks = work.chunks(bucket.tokens)
+        self.chunks = work.chunks(bucket.tokens, len(sizes.experts))
         self.plans = [moe_op.choose(experts, len(part), c.num_experts) for part in self.chunks] if c.num_moe_layers else []
         self.begins = torch.tensor([part.start for part in self.chunks], dtype=torch.int32, device=target.device)
         self.lives = torch.zeros_like(self.begins)
@@ -208,7 +208,7 @@ class Forward:
         linear_op.linear(hidden, mlp.down, out, residual=residual, rows=total, scratch=w.ordered)
 
     def _moe(self, index: int, mlp: PackedMoE, nodes: _Nodes) -> None:
-        """Routed experts plus the shared one, to `delta`; the router takes at most 1024 nodes at a time.
+        """Routed experts plus the shared one, to `delta`; the router takes so many nodes at a time (`work.chunks`).
 
         The router or its scores go first: that keeps few multiprocessors busy, and the shared expert's kernel loads weights
         meanwhile. Or, where that is faster, all or the rest runs beside that kernel, which has waited for what both need when

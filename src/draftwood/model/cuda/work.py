@@ -20,17 +20,18 @@ from draftwood.parallel.layout import Layout
 
 PARTIALS = 1 << 30
 """Bytes that partial attention of a bucket may take; where more would be needed, blocks walk whole rows."""
-MOST_ROUTED, WHOLE_ROWS, TICKETS = 1024, 128, 5
-"""As in kernels/moe_route: nodes of one call of the router, nodes up to which it is one launch (else two), and numbers that the
-one launch counts with."""
+MOST_ROUTED, MOST_ROUTED_TO_FEW, FEW_HELD, WHOLE_ROWS, TICKETS = 1024, 2304, 96, 128, 5
+"""As in kernels/moe_route: nodes of one call of the router, of one for a rank that holds few experts, how many those are, nodes up
+to which it is one launch (else two), and numbers that the one launch counts with."""
 DRAFT_CHUNK, DRAFT_QUERIES, DRAFT_SPLIT = 128, 64, 32
 """As in kernels/draft_attention: places per chunk, queries per block, blocks up to which a row is spread."""
 
 
-def chunks(tokens: int) -> list[range]:
-    """Cut `tokens` nodes into parts that the router takes, as even as multiples of 8 allow."""
-    count = -(-tokens // MOST_ROUTED)
-    size = min(-(-tokens // count // 8) * 8, MOST_ROUTED)
+def chunks(tokens: int, held: int) -> list[range]:
+    """Cut `tokens` nodes into parts that the router of a rank with `held` experts takes, as even as multiples of 8 allow."""
+    most = MOST_ROUTED_TO_FEW if held <= FEW_HELD else MOST_ROUTED
+    count = -(-tokens // most)
+    size = min(-(-tokens // count // 8) * 8, most)
     return [range(at, min(at + size, tokens)) for at in range(0, tokens, size)]
 
 
@@ -162,7 +163,7 @@ def workspace_bytes(sizes: Sizes, buckets: Sequence[Bucket], arch: str) -> Table
         ("taps", 2 * tokens * sizes.taps * c.hidden_size),
         ("logits", 4 * verified * sizes.vocab),
         ("attention", sizes.attention(buckets, arch).nbytes(heads, c.kv_lora_rank)),
-        ("experts", _routing_bytes(sizes, max(len(part) for b in buckets for part in chunks(b.tokens)))),
+        ("experts", _routing_bytes(sizes, max(len(part) for b in buckets for part in chunks(b.tokens, len(sizes.experts))))),
     )
 
 
@@ -279,7 +280,7 @@ def draft_workspace_bytes(sizes: DraftSizes, buckets: Sequence[DraftBucket], arc
 def launches(sizes: Sizes, bucket: Bucket, arch: str, chosen: bool = False) -> Table:
     """Kernel launches of one forward, by kernel. chosen: only some nodes are verified, which takes one norm more."""
     c, layers, moe = sizes.config, sizes.config.num_layers, sizes.config.num_moe_layers
-    parts = [len(part) for part in chunks(bucket.tokens)]
+    parts = [len(part) for part in chunks(bucket.tokens, len(sizes.experts))]
     several = {"router parts": 2} if len(parts) > 1 else {}
     columns, held, times = sizes.columns, len(sizes.experts), sizes.times()
     found = {

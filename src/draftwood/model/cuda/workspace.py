@@ -76,7 +76,7 @@ def allocate(sizes: Sizes, buckets: Sequence[Bucket], device: torch.device) -> W
 
     lists, experts = None, None
     if c.num_moe_layers:
-        rows = max(len(part) for b in buckets for part in chunks(b.tokens))
+        rows = max(len(part) for b in buckets for part in chunks(b.tokens, len(sizes.experts)))
         shape = route_op.Shape(c.hidden_size, c.num_experts, c.experts_per_token)
         lists = route_op.allocate(shape, rows, sizes.experts.start, len(sizes.experts), device)
         experts = moe_op.workspace(expert_shape(sizes), rows, device)
