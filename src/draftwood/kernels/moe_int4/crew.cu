@@ -7,8 +7,8 @@
 // word w of values 8 q .. 8 q + 7, what the four lanes of a B fragment read. h passes from part to part as the slots want it
 // (store_hidden), so both parts of a call are this form's.
 //
-// Shared memory: two chunks of x (SPAN slots of TOKENS*8 tokens x 128 B each, see ../warpgroup.cuh), DEPTH chunks of SPAN steps of
-// weights and scales for each warp that multiplies, the units of this block, the gates.
+// Shared memory: CHUNKS chunks of x (SPAN slots of TOKENS*8 tokens x 128 B each, see ../warpgroup.cuh), DEPTH chunks of SPAN steps
+// of weights and scales for each warp that multiplies, the units of this block, the gates.
 #include "moe.cuh"
 #include "../warpgroup.cuh"
 #include "meet.cuh"
@@ -25,15 +25,18 @@
 #ifndef DEPTH
 #define DEPTH 2          // chunks of weights in a warp's ring
 #endif
+#ifndef CHUNKS
+#define CHUNKS 2         // of x
+#endif
 constexpr int FETCHERS = 4, THREADS = 32 * (WARPS + FETCHERS), ST = Part<PART>::STEPS, ROW_BLOCKS = Part<PART>::TILES / WARPS;
 constexpr int MOST_UNITS = 64;                 // of a block: CREW_UNITS of op.py
-constexpr int SPAN = 4;                        // K64 steps of a chunk, of weights and of x
+constexpr int SPAN = 4, BODY = CHUNKS * SPAN;  // K64 steps of a chunk, of weights and of x, and of all chunks of x
 constexpr int CHUNK = SPAN * (TILE_BYTES + SCALE_BYTES), X_SLOT = TOKENS * 1024;
-constexpr u32 X_CHUNK = SPAN * X_SLOT, RINGS = 2 * X_CHUNK, JOBS = RINGS + WARPS * DEPTH * CHUNK, FULL = JOBS + MOST_UNITS * 16,
-              EMPTY = FULL + 16, WEIGHTS = EMPTY + 16;
+constexpr u32 X_CHUNK = SPAN * X_SLOT, RINGS = CHUNKS * X_CHUNK, JOBS = RINGS + WARPS * DEPTH * CHUNK,
+              FULL = JOBS + MOST_UNITS * 16, EMPTY = FULL + CHUNKS * 8, WEIGHTS = EMPTY + CHUNKS * 8;
 static_assert(Part<PART>::TILES % WARPS == 0, "a block's rows divide the expert's");
 static_assert(TOKENS <= 8 * FETCHERS, "a fetcher's tokens have a lane each");
-static_assert(ST % (2 * SPAN) == 0, "a unit ends with the second chunk of x");
+static_assert(ST % BODY == 0, "a unit ends with the last chunk of x");
 
 struct Weights { u32 a[4][4]; };               // A fragments of a step
 __device__ __forceinline__ void expand_step(Weights& v, const uint4& w, const uint2& s) {
@@ -85,6 +88,10 @@ __device__ __forceinline__ int list_units(u32 sm, const int4* jobs, const int* n
 }
 
 // ---------------------------------------------------------------- fetching x
+struct Place {                                 // of a chunk of x
+  u32 at, parity;
+  __device__ __forceinline__ void next() { if (++at == CHUNKS) { at = 0; parity ^= 1; } }
+};
 // x of gate_up. Fetcher f has tokens f, f + 4, ...; a warp copies a chunk of one token at a time: lanes 8 s .. 8 s + 7 the 128 B of
 // step s.
 __device__ __forceinline__ void fetch_rows(u32 sm, const bf16* x, const int* pairs, int units) {
@@ -94,7 +101,8 @@ __device__ __forceinline__ void fetch_rows(u32 sm, const bf16* x, const int* pai
     const Unit u = unit_at(sm, i);
     return (u32)((input_row(x, load_new(pairs + u.first + min(me + FETCHERS * lane, u.count - 1))) - x) / 8);
   };
-  u32 next = row_of(0), at = 0, parity = 1;
+  u32 next = row_of(0);
+  Place place = {0, 1};
   const u32 put = sm + (lane >> 3) * X_SLOT + me * 128 + (((lane & 7) ^ me) << 4);
   for (int i = 0; i < units; i++) {
     const int mine = (unit_at(sm, i).count - me + FETCHERS - 1) / FETCHERS;
@@ -102,32 +110,32 @@ __device__ __forceinline__ void fetch_rows(u32 sm, const bf16* x, const int* pai
     next = row_of(i + 1);
     const bf16* from = x + lane * 8;
     for (int chunk = 0; chunk < ST / SPAN; chunk++, from += SPAN * 64) {
-      mbarrier_wait(sm + EMPTY + at * 8, parity);
-      const u32 to = put + at * X_CHUNK;
+      mbarrier_wait(sm + EMPTY + place.at * 8, place.parity);
+      const u32 to = put + place.at * X_CHUNK;
 #pragma unroll 4
       for (int k = 0; k < mine; k += 2) {
         copy16_if(true, to + k * 512, from + (u64)__shfl_sync(ALL_LANES, row, k) * 8);
         copy16_if(k + 1 < mine, (to + k * 512 + 512) ^ 64, from + (u64)__shfl_sync(ALL_LANES, row, k + 1 & 31) * 8);
       }
-      mbarrier_arrive_copied(sm + FULL + at * 8);
-      parity ^= at; at ^= 1;
+      mbarrier_arrive_copied(sm + FULL + place.at * 8);
+      place.next();
     }
   }
 }
 
 // h lies as the slots want it (see store_hidden): one thread asks the copy engine for a step's tokens at once.
 __device__ __forceinline__ void fetch_listed(u32 sm, const bf16* h, int units) {
-  u32 at = 0, parity = 1;
+  Place place = {0, 1};
   for (int i = 0; i < units; i++) {
     const Unit u = unit_at(sm, i);
     const bf16* from = h + (long long)u.first * WIDTH;
     for (int chunk = 0; chunk < ST / SPAN; chunk++) {
-      mbarrier_wait(sm + EMPTY + at * 8, parity);
-      mbarrier_expect(sm + FULL + at * 8, SPAN * u.count * 128);
+      mbarrier_wait(sm + EMPTY + place.at * 8, place.parity);
+      mbarrier_expect(sm + FULL + place.at * 8, SPAN * u.count * 128);
 #pragma unroll
       for (int s = 0; s < SPAN; s++, from += u.count * 64)
-        bulk_copy(sm + at * X_CHUNK + s * X_SLOT, from, u.count * 128, sm + FULL + at * 8);
-      parity ^= at; at ^= 1;
+        bulk_copy(sm + place.at * X_CHUNK + s * X_SLOT, from, u.count * 128, sm + FULL + place.at * 8);
+      place.next();
     }
   }
 }
@@ -248,12 +256,12 @@ __device__ __forceinline__ void multiply(u32 sm, Ring& r, u32& parity, const uin
   mbarrier_wait(gates + r.chunk, r.parity);
   look(0);
 #pragma unroll 1
-  for (int st = 0; st < ST; st += 2 * SPAN) {
+  for (int st = 0; st < ST; st += BODY) {
 #pragma unroll
-    for (int i = 0; i < 2 * SPAN; i++) {
+    for (int i = 0; i < BODY; i++) {
       const int chunk = i / SPAN;              // of x
       warpgroup_wait<0>();
-      if (i % SPAN == 0 && (st || i)) warp_arrives(sm + EMPTY + (chunk ^ 1) * 8);
+      if (i % SPAN == 0 && (st || i)) warp_arrives(sm + EMPTY + (chunk + CHUNKS - 1) % CHUNKS * 8);
       expand_step(v, w, s);
       if ((i + 1) % SPAN) look((i + 1) % SPAN);
       if (i % SPAN == 0) {
@@ -268,13 +276,13 @@ __device__ __forceinline__ void multiply(u32 sm, Ring& r, u32& parity, const uin
         refill(r, ring + r.at, gates + r.chunk, sm, W, S, units);
         r.at += CHUNK; r.chunk += 8;
         if (r.chunk == DEPTH * 8) { r.at = 0; r.chunk = 0; r.parity ^= 1; }
-        if (i == SPAN - 1 || st + 2 * SPAN < ST) { mbarrier_wait(gates + r.chunk, r.parity); look(0); }
+        if (i < BODY - 1 || st + BODY < ST) { mbarrier_wait(gates + r.chunk, r.parity); look(0); }
       }
     }
     parity ^= 1;
   }
   warpgroup_wait<0>();
-  warp_arrives(sm + EMPTY + 8);
+  warp_arrives(sm + EMPTY + (CHUNKS - 1) * 8);
 #ifdef GATE_UP
   store_hidden(acc, u, u.part * WARPS + warp, out);
 #else
@@ -297,7 +305,7 @@ ENTRY(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __re
   if (!early) pdl_wait();
   const int units = list_units(sm, jobs, njobs);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < CHUNKS; i++) {
       mbarrier_begin(sm + FULL + i * 8, PART ? 32 * FETCHERS : 1);
       mbarrier_begin(sm + EMPTY + i * 8, WARPS);
     }
@@ -322,13 +330,18 @@ ENTRY(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __re
   pdl_wait();
   pdl_go();                                    // go after wait: `down` reads the lists ahead of its own
   u32 parity = 0;                              // of the chunks of x
-  // Units come by width: ptxas runs all products of a loop in sequence that holds those of several widths.
+  // Units come by width: ptxas runs all products of a loop in sequence that holds those of several widths. The first one's loop is
+  // jumped to: to pass ten others took 10,000 clocks of waiting for instructions.
   int i = 0;
 #define RUN(N) \
-  if constexpr (N <= TOKENS) { \
-    _Pragma("unroll 1") for (Unit u; i < units && (u = unit_at(sm, i)).tiles() == N; i++) \
-      multiply<N>(sm, r, parity, W, S, units, pairs, u, out); \
+  case N: \
+    if constexpr (N <= TOKENS) { \
+      _Pragma("unroll 1") for (Unit u; i < units && (u = unit_at(sm, i)).tiles() == N; i++) \
+        multiply<N>(sm, r, parity, W, S, units, pairs, u, out); \
+    }
+  switch (units ? unit_at(sm, 0).tiles() : 0) {
+    RUN(16) RUN(15) RUN(14) RUN(13) RUN(12) RUN(11) RUN(10) RUN(9) RUN(8) RUN(7) RUN(6) RUN(5) RUN(4) RUN(3) RUN(2) RUN(1)
+    default:;
   }
-  RUN(16) RUN(15) RUN(14) RUN(13) RUN(12) RUN(11) RUN(10) RUN(9) RUN(8) RUN(7) RUN(6) RUN(5) RUN(4) RUN(3) RUN(2) RUN(1)
 #undef RUN
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftwood.kernels import jit
 from draftwood.kernels.check import Variant
 from draftwood.kernels.moe_int4.repack import Packed
-from draftwood.kernels.moe_int4.sizes import CREW_ROWS, FEW, FEW_EXPERTS, FEW_OF_SLICES, JOINED_ROWS, SLICE
+from draftwood.kernels.moe_int4.sizes import BROAD_ROWS, CREW_ROWS, FEW, FEW_EXPERTS, FEW_OF_SLICES, JOINED_ROWS, SLICE
 from draftwood.kernels.moe_route.op import Lists, most_jobs
 
 FOLDER = Path(__file__).parent
@@ -63,9 +63,9 @@ def shape_of(hidden: int, width: int, topk: int, held: int) -> Shape:
 class Form:
     """One way to run either part: file.cu with blocks of `warps` warps, `blocks` of them on a multiprocessor.
 
-    tokens: 8-token tiles of a job. stages, span: the ring's (staged.cu; joined.cu: of x). depth, ahead: most steps in a warp's ring
-    (crew.cu: chunks of four; joined.cu: stages), and how many steps ahead it reads x (flow.cuh). rows: most rows it serves, 0 for
-    any. spill: bytes that ptxas may spill. chains: of the shapes it serves (Shape.scaled).
+    tokens: 8-token tiles of a job. stages, span: the ring's (staged.cu; joined.cu, crew.cu: of x). depth, ahead: most steps in a
+    warp's ring (crew.cu: chunks of four; joined.cu: stages), and how many it reads x ahead (flow.cuh). rows: most rows it serves,
+    0 for any. spill: bytes that ptxas may spill. chains: of the shapes it serves (Shape.scaled).
     """
 
     file: str
@@ -103,7 +103,7 @@ class Form:
             return part == "down" and units and shape.width <= SLICE
         if self.file == "stream":
             return (part == "down") == (self.rows > 0)
-        if self.file == "crew" and (shape.hidden % 512 or shape.width % 512):
+        if self.file == "crew" and any(shape.steps(p) % (4 * self.stages) for p in PARTS):
             return False
         if self.file == "joined":
             return not any(shape.rows(p) % self.block_rows or shape.steps(p) % self.span for p in PARTS)
@@ -133,7 +133,7 @@ class Form:
             rest = 516 * self.warps if self.file == "share" else 64 * shape.topk * self.rows if part == "down" else 0
             return self.warps * self.ring(shape, part) * 576 + rest
         if self.file == "crew":
-            return 8 * 1024 * self.tokens + self.depth * self.warps * (4 * 576 + 8) + 16 * CREW_UNITS + 32
+            return self.stages * (4096 * self.tokens + 16) + self.depth * self.warps * (4 * 576 + 8) + 16 * CREW_UNITS
         if self.file == "joined":
             return self.span * (self.stages * 1024 * self.tokens + self.depth * self.warps * 1152) + 16 * self.stages + 4 * 24
         return self.stages * self.span * (self.warps * 1152 + 1024 * self.tokens)
@@ -156,7 +156,7 @@ class Form:
         if self.file == "split":
             return found | {"XAHEAD": _divisor(shape.steps(part) // self.warps, self.ahead)}
         if self.file == "crew":
-            return found | {"TOKENS": self.tokens, "DEPTH": self.depth}
+            return found | {"TOKENS": self.tokens, "DEPTH": self.depth, "CHUNKS": self.stages}
         if self.file == "joined":
             return found | {"TOKENS": self.tokens, "DEPTH": self.depth, "SLOTS": self.stages, "SPAN": self.span}
         found |= {"TOKENS": self.tokens, "STAGES": self.stages}
@@ -191,7 +191,8 @@ HOPPER = {
     "wide": Form("staged", 4, 4, 3, stages=4, span=2, chains=(False,)),
     "wider": Form("staged", 4, 4, 4, stages=3, span=2, chains=(True,)),
     "joined": Form("joined", 3, 8, 2, stages=2, span=4, depth=2, chains=(True,)),
-    "widest": Form("crew", 16, 16, 1, depth=2, spill=160, chains=(True,)),
+    "broad": Form("crew", 8, 16, 1, stages=4, depth=2, chains=(True,)),
+    "widest": Form("crew", 16, 16, 1, stages=2, depth=2, spill=160, chains=(True,)),
 }
 """Forms by growing tokens per expert, as measured on an H200 (384 and 48 experts of K2.6, slices of 8); the limits are in `choose`.
 
@@ -200,6 +201,7 @@ launch for both parts.
 """
 WITHOUT_WARP_GROUPS = HOPPER | {
     "joined": Form("staged", 3, 4, 4, stages=3, span=2, chains=(True,)),
+    "broad": Form("staged", 8, 4, 2, stages=2, span=2, unroll=1, chains=(True,)),
     "widest": Form("staged", 16, 4, 2, stages=2, span=2, unroll=1, chains=(True,)),
 }
 FORMS = {
@@ -217,6 +219,7 @@ FORMS = {
         "wide": Form("staged", 4, 4, 2, stages=5, span=1, chains=(False,)),
         "wider": Form("staged", 4, 4, 2, stages=5, span=1, chains=(True,)),
         "joined": Form("staged", 3, 4, 2, stages=5, span=1, chains=(True,)),
+        "broad": Form("staged", 8, 4, 2, stages=2, span=1, chains=(True,)),
         "widest": Form("staged", 16, 4, 2, stages=2, span=1, chains=(True,)),
     },
 }
@@ -273,8 +276,8 @@ def choose(shape: Shape, rows: int, experts: int) -> Plan:
     if not shape.scaled and mean <= 0.25:
         return Plan("stream", _first(shape, "down", ("slim", "narrow")))
     if shape.scaled:
-        name = "narrow" if mean <= 12 else "wider" if mean <= CREW_ROWS else "widest"
-        names = ("joined", name) if mean <= JOINED_ROWS else (name, "wider")
+        name = "narrow" if mean <= 12 else "wider" if mean <= CREW_ROWS else "broad" if mean <= BROAD_ROWS else "widest"
+        names = ("joined", name) if mean <= JOINED_ROWS else (name, "widest", "wider")
     else:
         names = ("narrow" if mean <= 5 else "wide", "narrow")
     return Plan(*(_first(shape, part, names) for part in PARTS))

@@ -39,7 +39,7 @@ FORMS = {
     "t3": Form("staged", 3, 4, 4, stages=3, span=2, spill=112),
     "t4.w8": Form("staged", 4, 8, 2, stages=4, span=2),
     "t12": Form("staged", 12, 4, 2, stages=3, span=2, unroll=1),
-    "c8": Form("crew", 8, 16, 1, depth=4, spill=160, chains=(True,)),
+    "c8": Form("crew", 8, 16, 1, stages=2, depth=4, spill=160, chains=(True,)),
 }
 """Candidates beside the forms in use."""
 CASES: list[tuple[op.Shape, int, int, list[str]]] = [

@@ -8,9 +8,9 @@ import torch
 
 from draftwood.kernels import check, jit
 from draftwood.kernels.moe_int4 import op, ref, repack, sweep
-from draftwood.kernels.moe_int4.sizes import SLICE, few_rows, launches
+from draftwood.kernels.moe_int4.sizes import BROAD_ROWS, SLICE, few_rows, launches
 from draftwood.kernels.moe_route import ref as route_ref
-from draftwood.kernels.moe_route.op import Lists, most_jobs
+from draftwood.kernels.moe_route.op import MOST_ROWS_TO_FEW, Lists, most_jobs
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -101,7 +101,7 @@ def test_reference_is_the_sum_over_held_experts_by_weight() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_bucket_has_forms_that_fit(shape: op.Shape) -> None:
-    for experts, rows in itertools.product((16, 48, 384), (*EDGES, 128, 512, 1024)):
+    for experts, rows in itertools.product((16, 48, 384), (*EDGES, 128, 288, 512, 1024, 2304)):
         plan = op.choose(shape, rows, experts)
         for part, name in (("gate_up", plan.gate_up), ("down", plan.down)):
             assert all(forms[name].fits(shape, part) for forms in op.FORMS.values())
@@ -126,8 +126,8 @@ def test_blocks_of_a_crew_have_room_for_their_units() -> None:
     source = (op.FOLDER / "crew.cu").read_text()
     assert f"MOST_UNITS = {op.CREW_UNITS};" in source
     for form in (f for f in (*op.HOPPER.values(), *sweep.FORMS.values()) if f.file == "crew"):
-        jobs = most_jobs(1024, 8, 48, 8 * form.tokens)
-        assert 2 * 4 * jobs <= 8 * 1024 * form.tokens and jobs * 28 <= op.CREW_UNITS * 132
+        jobs = most_jobs(MOST_ROWS_TO_FEW if form.tokens == 16 else BROAD_ROWS * 6, 8, 48, 8 * form.tokens)
+        assert 2 * 4 * jobs <= 4096 * form.stages * form.tokens and jobs * 28 <= op.CREW_UNITS * 132
 
 
 def test_counters_of_one_launch_for_both_parts_hold_its_units_and_blocks() -> None:
@@ -294,10 +294,10 @@ def test_every_form_gives_a_row_the_bits_it_has_alone(shape: op.Shape) -> None:
 @needs_gpu
 def test_small_experts_of_every_chosen_form_have_the_bits_of_few_rows() -> None:
     """Small enough for the sanitizers, and wide enough for one launch and for a crew."""
-    shape = op.shape_of(512, 1024, 4, 8)
-    packed, batch = random_experts(shape, 8), Batch(shape, 8, rows=65)
+    shape = op.shape_of(1024, 1024, 4, 8)
+    packed, batch = random_experts(shape, 8), Batch(shape, 8, rows=110)
     base = {p: batch.run(packed, torch.tensor([p], device="cuda"), op.Plan("stream", "few"))[0][0] for p in (0, 23)}
-    for rows in (24, 40, 65):
+    for rows in (24, 40, 65, 110):
         out, _ = batch.run(packed, torch.arange(rows, device="cuda"), op.choose(shape, rows, 8))
         assert not out.isnan().any() and all(torch.equal(out[p], row) for p, row in base.items()), rows
 
