@@ -1,17 +1,11 @@
-// What value warps of heads.cu do: they weight a tile's values, fold what is complete and write results.
+// What value warps of heads.cu do: they weight a tile's values, sum its probabilities, fold what is complete and write results.
 #pragma once
 
 // A value role has 128 columns of a latent in two pieces: a lane has of piece y lines 16w + g and 16w + g + 8, columns 8j + 2q and
 // 8j + 2q + 1: o[y][4j + 2h + c].
 using Columns = float[2][32];
-struct Lane { int warp, q, g, role; };                          // warp and role: of four and of two
-__device__ __forceinline__ Lane here() {
-  const int t = threadIdx.x - ROLE;
-  return {t >> 5 & 3, t & 3, t >> 2 & 7, t / ROLE};
-}
-__device__ __forceinline__ int first_piece() { return half_of_block() * 4 + here().role * 2; }
 
-__device__ __forceinline__ void clear(Columns& o) {             // so that nothing is kept until then
+__device__ __forceinline__ void clear(Columns& o) {             // what products will not look at: so that nothing is kept until then
 #pragma unroll
   for (int y = 0; y < 2; y++)
 #pragma unroll
@@ -24,14 +18,24 @@ __device__ __forceinline__ void copy(Columns& to, const Columns& o) {
     for (int e = 0; e < 32; e++) to[y][e] = o[y][e];
 }
 
-// A factor of this lane's two lines.
+// Factors of this lane's two lines.
 struct Both {
   float v[2];
-  __device__ __forceinline__ Both(int slot, int kind) {
-    const float* from = factors_of(slot, kind) + here().warp * 16 + here().g;
-    v[0] = from[0], v[1] = from[8];
-  }
   __device__ __forceinline__ float of(int e) const { return v[e >> 1 & 1]; }
+};
+__device__ __forceinline__ Both of_lines(const Lane& i, const float* from) { return {from[i.line], from[i.line + 8]}; }
+
+// Of this lane's two lines: m and l of a partial.
+struct Sums {
+  float m[2], l[2];
+  // Fold the later one into this; the factors of both.
+  __device__ __forceinline__ void add(const Sums& later, Both& a, Both& b) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float2 sum = fold_sums(make_float2(m[h], l[h]), make_float2(later.m[h], later.l[h]), a.v[h], b.v[h]);
+      m[h] = sum.x, l[h] = sum.y;
+    }
+  }
 };
 // Fold the later `o` into `to`.
 __device__ __forceinline__ void fold_into(float (&to)[32], const float (&o)[32], const Both& a, const Both& b) {
@@ -62,8 +66,7 @@ struct Spare {
 };
 
 // The result of the job's lines, of which the first is at `out`. Four lanes turn their columns so that each writes eight of a line.
-__device__ __forceinline__ void write(Columns& o, const Both& inverse, bf16* out) {
-  const Lane i = here();
+__device__ __forceinline__ void write(const Lane& i, Columns& o, const Both& inverse, bf16* out) {
   const bool odd = i.q & 1, second = i.q & 2;
 #pragma unroll
   for (int y = 0; y < 2; y++)
@@ -87,14 +90,16 @@ __device__ __forceinline__ void write(Columns& o, const Both& inverse, bf16* out
           const u32 other = __shfl_xor_sync(ALL_LANES, second ? v[k] : v[k + 2], 2);
           if (second) v[k] = other; else v[k + 2] = other;
         }
-        bf16* to = out + (i.warp * 16 + h * 8 + i.g) * LATENT + (first_piece() + y) * 64 + (j + i.q) * 8;
+        bf16* to = out + (i.line + h * 8) * LATENT + (i.rank * HALF + i.role * 2 + y) * 64 + (j + i.q) * 8;
         *reinterpret_cast<uint4*>(to) = make_uint4(v[0], v[1], v[2], v[3]);
       }
 }
 
-// A unit of some of a row's keys is complete: o of partials, the job's first line's at `out`, in the order of layout.cuh.
-__device__ __forceinline__ void store_partial(const Columns& o, float* out) {
-  const Lane i = here();
+// A unit of some of a row's keys is complete: partials of the job's lines, from `out` on, in the order of layout.cuh.
+__device__ __forceinline__ void store_partial(const Lane& i, const Columns& o, const Sums& sums, const Partials& out) {
+  if (i.q == 0 && i.role == 0 && i.rank == 0)
+#pragma unroll
+    for (int h = 0; h < 2; h++) out.ml[i.line + h * 8] = make_float2(sums.m[h], sums.l[h]);
 #pragma unroll
   for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -102,29 +107,80 @@ __device__ __forceinline__ void store_partial(const Columns& o, float* out) {
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         const int x = 4 * (2 * w) + 2 * h + c;
-        float* to = out + (i.warp * 16 + h * 8 + i.g) * LATENT + 64 * (half_of_block() * 4 + w) + 32 * i.role + 4 * (2 * i.q + c);
+        float* to = out.o + (i.line + h * 8) * LATENT + 64 * (i.rank * 4 + w) + 32 * i.role + 4 * (2 * i.q + c);
         *reinterpret_cast<float4*>(to) = make_float4(o[0][x], o[0][x + 4], o[1][x], o[1][x + 4]);
       }
 }
 
-// Products with a tile's probabilities, once there are any.
-__device__ __forceinline__ u64 weights_of(int slot) { return operand(piece_at(slot, PIECES - 1)); }
-__device__ __forceinline__ void give_back(int slot) {           // when all lanes are done with it
+// Partials of a job: which is the next, as units end.
+struct Next {
+  const Task& t;
+  int heads, units = 0;
+  __device__ __forceinline__ Next(const Task& task, int n) : t(task), heads(n) {}
+  // Of tile x, in `shared` or `apart`.
+  __device__ __forceinline__ Partials at(int x, const Partials& shared, const Partials& apart) const {
+    const bool own = x >= t.shared;
+    const long long part = own ? t.own + (long long)(x - t.shared) * heads : t.part + (long long)units * t.step;
+    return {(own ? apart.o : shared.o) + part * LATENT, (own ? apart.ml : shared.ml) + part};
+  }
+  __device__ __forceinline__ void pass(int x) { units += ends(t, x); }
+};
+
+// A job's tiles as a value warp waits for them. phases: a bit for each kind of the other block's tiles and turn.
+struct Tiles {
+  const Lane& i;
+  const Task& t;
+  u32& phases;
+  // Tile x of the job, the block's n-th, is here, and its probabilities.
+  __device__ __forceinline__ Slots wait(int x, int n) const {
+    const Slots slots(n, i.rank);
+    if (slots.mine) {
+      mbarrier_wait(ready(slots.turn), slots.k >> 1 & 1);
+    } else {
+      const bool page = x < t.pages;
+      const int kind = (page ? TURNS : 0) + slots.turn;
+      mbarrier_wait(full_values(page, slots.turn), phases >> kind & 1);
+      phases ^= 1u << kind;
+      mbarrier_wait(arrived(), (slots.k + slots.rank) & 1);
+    }
+    if (x >= t.pages) show_to_products();                       // what threads have copied; the copy engine's writes need none
+    return slots;
+  }
+};
+__device__ __forceinline__ Both maxima_of(const Lane& i, const Slots& slots, int n) {
+  if (!slots.mine) wait_for_maxima(n);
+  return of_lines(i, shared_at<float>(maxima_place(n, slots.mine)));
+}
+__device__ __forceinline__ void give_back(const Lane& i, const Slots& slots) {  // when all lanes are done with it
   __syncwarp();
-  arrive_at_all(empty(slot, first_piece() / 2));
-  arrive_at_all(empty(slot, PAIRS - 1));
+  if (i.lane != 0) return;
+  mbarrier_arrive(slots.mine ? empty_own(slots.turn, i.role) : empty_values(slots.turn, i.role));
+  if (!slots.mine) arrive_beyond(i.beyond(room()));
+}
+// The law's column of ones: this warp's 16 lines of a tile's probabilities.
+__device__ __forceinline__ void add_weights(const Lane& i, float (&l)[4], const Slots& slots) {
+  constexpr u32 ONES = 0x3f803f80u;
+  const u32 from = slots.weights() + i.warp * 2 * UNIT_ROWS + (i.lane & 15) * 128;
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    u32 f[4];
+    ldmatrix4(f, from + (((k * 2 + (i.lane >> 4)) ^ (i.lane & 7)) << 4));
+    mma(l, f, ONES, ONES);
+  }
 }
 
-// Weight the values of the n-th tile and give its pieces back.
-__device__ __forceinline__ void add_values(Columns& o, int n, bool fresh) {
-  const int slot = n % SLOTS;
-  const Both rescale(slot, RESCALE);
-  if (!fresh && shared_at<int>(Place::moved)[slot * 4 + here().warp])   // a factor of 1 changes no bit
+// Weight the values of a tile. fresh: it is its unit's first.
+__device__ __forceinline__ void add_values(const Lane& i, Columns& o, float (&l)[4], const Slots& slots, bool fresh) {
+  const Both rescale = of_lines(i, slots.rescale());
+  if (!fresh && !__all_sync(ALL_LANES, rescale.v[0] == 1.f && rescale.v[1] == 1.f)) {   // seldom; a factor of 1 changes no bit
 #pragma unroll
     for (int y = 0; y < 2; y++)
 #pragma unroll
       for (int e = 0; e < 32; e++) o[y][e] = __fmul_rn(o[y][e], rescale.of(e));
-  const u64 weights = weights_of(slot), values = operand(piece_at(slot, first_piece()));
+#pragma unroll
+    for (int e = 0; e < 4; e++) l[e] = __fmul_rn(l[e], rescale.of(e));
+  }
+  const u64 weights = operand(slots.weights()), values = operand(slots.values(i.role));
   products_begin();
 #pragma unroll
   for (int k = 0; k < 4; k++)
@@ -132,103 +188,143 @@ __device__ __forceinline__ void add_values(Columns& o, int n, bool fresh) {
     for (int y = 0; y < 2; y++)
       product_turned<true>(o[y], further(weights, k * 32), further(values, y * PIECE + k * 2 * UNIT_ROWS), k > 0 || !fresh);
   products_commit();
+  add_weights(i, l, slots);
   products_wait<0>();
   settle(o[0]), settle(o[1]);
 }
-
-__device__ __forceinline__ void wait_for_tile(int n) {
-  mbarrier_wait(ready(n % SLOTS), n / SLOTS & 1);
-  show_to_products();                                           // the tile's values too, which score warps know to be here
+__device__ __forceinline__ void begin_unit(Columns& o, float (&l)[4]) {
+  clear(o);
+  l[0] = l[1] = l[2] = l[3] = 0.f;
+}
+// Of a unit that is complete with tile n.
+__device__ __forceinline__ Sums sums_of(const Lane& i, const float (&l)[4], const Slots& slots, int n) {
+  const Both m = maxima_of(i, slots, n);
+  return {{m.v[0], m.v[1]}, {l[0], l[2]}};
 }
 
-// The unit of the keys before base(p), of tiles of a whole row: into `group`, which is that of all groups in the end.
-__device__ __forceinline__ void value_groups(const Task& task, Columns& o, Columns& group, const Spare& spare, int n) {
+// The units of the keys before base(p), of tiles of a whole row: into `group` and `all`, which are those of all groups in the end.
+__device__ __forceinline__ void value_groups(const Task& task, const Tiles& tiles, Columns& o, Columns& group, Sums& all,
+                                             const Spare& spare, int n) {
   int unit = 0;                                                 // tile at which the unit begins
   bool first = true;                                            // there is no group yet
+  float l[4];
+  Sums grouped{};
+  begin_unit(o, l);
   for (int x = 0; x < task.shared; x++, n++) {
-    const int slot = n % SLOTS;
-    if (x == unit) clear(o);                                    // products do not look at them
-    wait_for_tile(n);
-    const Both a(slot, BEFORE), b(slot, LATER), all(slot, ALL), grouped(slot, GROUPED);
-    add_values(o, n, x == unit);
-    give_back(slot);
+    const Slots slots = tiles.wait(x, n);
+    add_values(tiles.i, o, l, slots, x == unit);
     const Stand at(task, x, unit);
-    if (!at.complete) continue;
+    if (!at.complete) {
+      give_back(tiles.i, slots);
+      continue;
+    }
+    const Sums one = sums_of(tiles.i, l, slots, n);
+    give_back(tiles.i, slots);
     unit = x + 1;
+    Both a, b;
     if (at.begins_group) {
       copy(group, o);
+      grouped = one;
     } else {
+      grouped.add(one, a, b);
       fold_into(group[0], o[0], a, b);
       fold_into(group[1], o[1], a, b);
     }
+    begin_unit(o, l);
     if (!at.ends_group) continue;
-    if (!first) {
+    if (first) {
+      all = grouped;
+    } else {
+      all.add(grouped, a, b);
       spare.load(o);
-      fold_into(o[0], group[0], all, grouped);
-      fold_into(o[1], group[1], all, grouped);
+      fold_into(o[0], group[0], a, b);
+      fold_into(o[1], group[1], a, b);
       copy(group, o);
     }
+    clear(o);
     first = false;
     if (x + 1 < task.shared) spare.store(group);
   }
 }
 
 // A node's own keys, one tile or two, the n-th one and the next: a unit each, and a group. Both are weighted piece by piece, so
-// that no third set of columns is needed. before: there are other groups, in `group`.
-__device__ __forceinline__ void value_own(int tiles, bool before, Columns& o, Columns& group, int n, bf16* out) {
-  const int slot = n % SLOTS, last = (n + tiles - 1) % SLOTS;     // the same if there is one: products do not ask
-  wait_for_tile(n);
-  if (tiles > 1) wait_for_tile(n + 1);
-  const Both a(last, BEFORE), b(last, LATER), all(last, ALL), grouped(last, GROUPED), inverse(last, INVERSE);
+// that no third set of columns is needed. There are other groups, in `group` and `all`, if there are keys before these.
+__device__ __forceinline__ void value_own(const Task& task, const Tiles& tiles, Columns& o, Columns& group, Sums& all, int n,
+                                          bf16* out) {
+  const bool two = task.tiles - task.shared > 1;
+  const Slots slots = tiles.wait(task.shared, n), last = two ? tiles.wait(task.shared + 1, n + 1) : slots;
+  float l[4] = {0.f, 0.f, 0.f, 0.f};
+  Both a{}, b{}, before{}, grouped{};
+  add_weights(tiles.i, l, slots);
+  Sums own = sums_of(tiles.i, l, slots, n);
+  if (two) {
+    l[0] = l[1] = l[2] = l[3] = 0.f;
+    add_weights(tiles.i, l, last);
+    own.add(sums_of(tiles.i, l, last, n + 1), a, b);
+  }
+  if (task.shared > 0) all.add(own, before, grouped); else all = own;
 #pragma unroll
-  for (int y = 0; y < 2; y++) {
-    const u64 values = operand(piece_at(slot, first_piece() + y)), more = operand(piece_at(last, first_piece() + y));
+  for (int y = 0; y < 2; y++) {                                 // the second products are not looked at if there is one tile
+    const u64 values = operand(slots.values(tiles.i.role) + y * PIECE), more = operand(last.values(tiles.i.role) + y * PIECE);
     clear(o);
     products_begin();
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-      product_turned<true>(o[0], further(weights_of(slot), k * 32), further(values, k * 2 * UNIT_ROWS), k > 0);
-      product_turned<true>(o[1], further(weights_of(last), k * 32), further(more, k * 2 * UNIT_ROWS), k > 0);
+      product_turned<true>(o[0], further(operand(slots.weights()), k * 32), further(values, k * 2 * UNIT_ROWS), k > 0);
+      product_turned<true>(o[1], further(operand(last.weights()), k * 32), further(more, k * 2 * UNIT_ROWS), k > 0);
     }
     products_commit();
     products_wait<0>();
     settle(o[0]), settle(o[1]);
-    if (tiles > 1) fold_into(o[0], o[1], a, b);
-    if (before) fold_into(group[y], o[0], all, grouped);
+    if (two) fold_into(o[0], o[1], a, b);
+    if (task.shared > 0) fold_into(group[y], o[0], before, grouped);
     else
 #pragma unroll
       for (int e = 0; e < 32; e++) group[y][e] = o[0][e];
   }
-  give_back(slot);
-  if (tiles > 1) give_back(last);
-  write(group, inverse, out);
+  give_back(tiles.i, slots);
+  if (two) give_back(tiles.i, last);
+  write(tiles.i, group, {__frcp_rn(all.l[0]), __frcp_rn(all.l[1])}, out);
 }
 
 // Units of some of a row's keys, each a partial.
-__device__ __forceinline__ void value_units(const Task& task, Columns& o, int n, int heads, float* shared, float* apart) {
+__device__ __forceinline__ void value_units(const Task& task, const Tiles& tiles, Columns& o, int n, int heads,
+                                            const Partials& shared, const Partials& apart) {
   Next next(task, heads);
   bool fresh = true;
+  float l[4];
+  begin_unit(o, l);
   for (int x = 0; x < task.tiles; x++, n++) {
-    if (fresh) clear(o);
-    wait_for_tile(n);
-    add_values(o, n, fresh);
-    give_back(n % SLOTS);
+    const Slots slots = tiles.wait(x, n);
+    add_values(tiles.i, o, l, slots, fresh);
     fresh = ends(task, x);
-    if (fresh) store_partial(o, next.at(x, shared, apart, LATENT));
+    if (!fresh) {
+      give_back(tiles.i, slots);
+      continue;
+    }
+    const Sums sums = sums_of(tiles.i, l, slots, n);
+    give_back(tiles.i, slots);
+    store_partial(tiles.i, o, sums, next.at(x, shared, apart));
+    begin_unit(o, l);
     next.pass(x);
   }
 }
 
-__device__ __forceinline__ void value_role(int jobs, int heads, float* spare_of_blocks, float* shared, float* apart, bf16* out) {
+__device__ __forceinline__ void value_role(int jobs, int heads, float* spare_of_blocks, const Partials& shared,
+                                           const Partials& apart, bf16* out) {
+  const Lane i = here();
   const Spare spare(spare_of_blocks);
   Columns o, group;
+  u32 phases = 0;
   for (int job = 0, n = 0; job < jobs; job++) {
     const Task task = task_of(job);
+    const Tiles tiles{i, task, phases};
+    Sums all{};
     if (task.whole) {
-      value_groups(task, o, group, spare, n);
-      value_own(task.tiles - task.shared, task.shared > 0, o, group, n + task.shared, out + task.line * LATENT);
+      value_groups(task, tiles, o, group, all, spare, n);
+      value_own(task, tiles, o, group, all, n + task.shared, out + task.line * LATENT);
     } else {
-      value_units(task, o, n, heads, shared, apart);
+      value_units(task, tiles, o, n, heads, shared, apart);
     }
     n += task.tiles;
   }

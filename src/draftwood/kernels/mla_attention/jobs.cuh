@@ -60,8 +60,7 @@ struct Extent {
 struct Known {
   Job job;
   int depth, page;                                              // page: the first one
-  __device__ __forceinline__ Known(const Job* jobs, const Inputs& in) {
-    job = load_all_new(jobs);
+  __device__ __forceinline__ Known(const Job& of, const Inputs& in) : job(of) {
     page = load_new(&in.table[(size_t)job.row * in.pages + job.begin / TILE]);
     depth = -1;
     for (int w = 0; w < in.words; w++) depth += __popcll(load_new(&in.masks[(size_t)job.token * in.words + w]));

@@ -26,6 +26,7 @@ constexpr int ROLE = 128, THREADS = 4 * ROLE;
 constexpr int LINES_OF_JOB = EIGHTS * 8;                        // lines of a job
 constexpr int PIECES = 9, PIECE = TILE * 128, RING = EIGHTS > 2 ? 22 : 25, PARTS = 3, PER_PART = PIECES / PARTS;
 constexpr int TILES = 3, TASKS = 4, FULL = 2 * TILES * PARTS;   // of barriers
+constexpr int ASKERS = 1;                                       // copying warps that ask for pages
 constexpr int SCORES = 1, COPIES = 2, VALUES = 3;        // barriers of the block
 constexpr int SCORE_REGISTERS = 72, VALUE_REGISTERS = 192, COPY_REGISTERS = 56;
 static_assert(ROLE * (SCORE_REGISTERS + 2 * VALUE_REGISTERS + COPY_REGISTERS) <= 65536, "more registers than a multiprocessor has");
@@ -62,20 +63,34 @@ __device__ __forceinline__ u32 told(int job) { return barrier(FULL + RING + 6 + 
 // Who arrives at barrier i: threads, or warps.
 __device__ __forceinline__ int arrivals(int i) {
   if (i < TILES * PARTS || barrier(i) == asked()) return ROLE;
-  if (i < FULL) return PAGE_ARRIVALS;
+  if (i < FULL) return page_arrivals(PER_PART);
   if (i < FULL + RING) return 4 * TOGETHER;
   return barrier(i) == taken(0) || barrier(i) == taken(1) ? 8 : barrier(i) >= told(0) ? 1 : 4;
 }
 
 // The place of piece c of the block's n-th tile, and which use of it this is. As copies.cuh wants it: which in turn the tile is.
 struct Slots {
-  static constexpr int TURNS = TILES;
-  int first, use;
-  __device__ __forceinline__ explicit Slots(int n) : first(n * PIECES % RING), use(n * PIECES / RING) {}
+  int n, rank, first, use;
+  __device__ __forceinline__ explicit Slots(int tile, int of_block = 0)
+      : n(tile), rank(of_block), first(n * PIECES % RING), use(n * PIECES / RING) {}
   __device__ __forceinline__ int slot(int c) const { return first + c < RING ? first + c : first + c - RING; }
   __device__ __forceinline__ int used(int c) const { return first + c < RING ? use : use + 1; }
   __device__ __forceinline__ u32 at(int c) const { return shared_address(raw) + slot(c) * PIECE; }
   __device__ __forceinline__ void wait(int c) const { if (used(c) > 0) mbarrier_wait(empty(slot(c)), (used(c) - 1) & 1); }
+  __device__ __forceinline__ static int first_page(int, int, int) { return 0; }
+  __device__ __forceinline__ bool takes(int) const { return true; }
+  __device__ __forceinline__ u32 tell(bool page, int c) const { return full(page, n % TILES, c / PER_PART); }
+  __device__ __forceinline__ bool ends(int c) const { return c % PER_PART == PER_PART - 1; }
+  // Ask for this block's share of a page, from row `row` of the cache on: one lane.
+  __device__ __forceinline__ void ask(const void* map, int row) const {
+    const u32 announce = full(true, n % TILES, 0);
+#pragma unroll
+    for (int c = 0; c < PIECES; c++) {
+      wait(c);
+      if (c % PER_PART == 0) mbarrier_expect(announce + c / PER_PART * 8, PER_PART * PIECE);
+      if ((c + n) % TOGETHER == rank) box_to_all(at(c), map, c * 64, row, announce + c / PER_PART * 8);
+    }
+  }
 };
 __device__ __forceinline__ u32 p_at(int turn) { return shared_address(raw) + Place::p + turn * LINES_OF_JOB * 128; }
 
@@ -201,13 +216,13 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) mla_attend(
     float* own_o, float2* own_ml, bf16* out) {
   const Inputs in{q, q_pe, cache, pe_stride, table, pages, masks, words, heads, scale};
   const int role = threadIdx.x / ROLE;
-  if (threadIdx.x < (Place::end - Place::barriers) / 8) mbarrier_begin(barrier(threadIdx.x), arrivals(threadIdx.x));
-  cluster_begun<THREADS>();
   // The plan, masks and pages are older than what may still run (rule (b) of common.cuh; the plan lets nobody start early).
   const int mine = max(0, (load_new(&head->jobs) - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x);
+  if (threadIdx.x < (Place::end - Place::barriers) / 8) mbarrier_begin(barrier(threadIdx.x), arrivals(threadIdx.x));
+  cluster_begun<THREADS>();
   if (role == 3) {
     give_registers<COPY_REGISTERS>();
-    copy_role(jobs, blockIdx.x, gridDim.x, mine, in, &map);
+    copy_role(jobs, load_all_new(&jobs[blockIdx.x]), blockIdx.x, gridDim.x, mine, in, &map);
     cluster_ended();
     return;
   }

@@ -171,8 +171,8 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Heads(Nodes):
-    """heads.cu, for latents of 512 + 64: a job is 64 heads of a node. Two blocks, which fetch keys for each other, have half of the
-    values' columns each."""
+    """heads.cu, for latents of 512 + 64: a job is 64 heads of a node. Two blocks have half of the values' columns each, and form
+    scores of tiles in turn."""
 
     eights: int = 8
     together: int = 2
@@ -183,7 +183,7 @@ class Heads(Nodes):
 
     def shared_bytes(self, width: int) -> int:
         """Dynamic shared memory of a block (the sum in heads.cu, which checks it)."""
-        return 27 * 8192 + 2 * 6 * 64 * 4 + 32 + 512 + 256 + 30 * 8
+        return 28 * 8192 + 7 * 64 * 4 + 512 + 6 * 64 + 40 * 8
 
     def macros(self, latent: int, rope: int, law: Law) -> dict[str, int]:
         """Return the macros of heads.cu."""

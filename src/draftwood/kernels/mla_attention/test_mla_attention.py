@@ -158,18 +158,19 @@ def _emulator(folder: Path, shape: op.Form, latent: int, rope: int, cols: int = 
         return binary
     span = SMALL.unit * (SMALL.per if shape.walk else 1)
     macros = shape.macros(latent, rope, SMALL) | {"FOLDED": cols, "LINES": shape.lines, "SPAN": span}
-    macros |= {"NODES": 1, "TOGETHER": 1, "HEADS": int(isinstance(shape, sizes.Heads))} if nodes else {}
+    heads = isinstance(shape, sizes.Heads)
+    macros |= {"NODES": 1, "TOGETHER": 1 + heads, "HEADS": int(heads)} if nodes else {}
     flags = ["-O1", "-std=c++17", "-ffp-contract=off", "-w", "-DEMULATION", *(f"-D{k}={v}" for k, v in macros.items())]
     subprocess.run(["g++", *flags, "-o", str(binary), str(op.FOLDER / "emulation" / "main.cpp")], check=True)
     return binary
 
 
-def _emulate(binary: Path, shape: op.Form, step: scenario.Step, whole: bool = False, **given: str) -> torch.Tensor:
+def _emulate(binary: Path, shape: op.Form, step: scenario.Step, whole: bool = False, blocks: int = 7, **given: str) -> torch.Tensor:
     """Run the kernels' text on a CPU. whole: partials for walking rows only; given: variables of emulation/cuda.h."""
     tokens, heads, latent = step.q.shape
     rows, span = len(step.lengths), SMALL.unit * (SMALL.per if shape.walk else 1)
     full = sum(SMALL.pieces(int(n + c), span) * int(c) * heads for n, c in zip(step.lengths, step.counts, strict=True))
-    parts, blocks = (2 * tokens * heads, 100) if whole else (full, 7)
+    parts, blocks = (2 * tokens * heads, 100) if whole else (full, blocks)
     sizes = [rows, tokens // rows, heads, step.table.shape[1], 2, tokens, parts, 100_000, blocks]
     content = [torch.tensor(sizes, dtype=torch.int32), torch.tensor([SCALE * op.LOG2E], dtype=torch.float32)]
     content += [step.lengths, step.counts, step.starts, step.table, step.masks, step.q, step.q_pe, step.cache]
@@ -223,6 +224,18 @@ def test_emulated_nodes_have_the_bits_of_columns_whole_and_cut(tmp_path: Path) -
         assert same(got[some], _emulate(binary, shape, step, DEFER="1", FROM_LAST="1")[some])
         dead = sorted(set(range(len(got))) - set(some.tolist()))
         assert bool((got[dead].view(torch.int16) == 0x7FFF).all()), "only live nodes are written"
+
+
+@needs_compiler
+@pytest.mark.parametrize("lengths", [[0, 62, 130, 0, 64], [200, 0, 330, 63]])
+def test_emulated_jobs_of_one_cluster_follow_each_other(tmp_path: Path, lengths: list[int]) -> None:
+    shape, columns = op.SHAPES["h"], op.SHAPES["c9"]
+    step = make(lengths, [3, 1, 2, 1, 2][: len(lengths)], 64, kind="chain")  # jobs of one tile to six, begun by either block
+    binary, some = _emulator(tmp_path, shape, 512, 64), live(step)
+    got = _emulate(binary, shape, step, blocks=1)
+    assert same(got[some], _emulate(_emulator(tmp_path, columns, 512, 64, 64), columns, step)[some])
+    for late in ({"FROM_LAST": "1"}, {"DEFER": "1"}, {"DEFER": "1", "FROM_LAST": "1"}):
+        assert same(got[some], _emulate(binary, shape, step, blocks=1, **late)[some])
 
 
 @needs_compiler

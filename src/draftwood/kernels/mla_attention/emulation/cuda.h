@@ -69,7 +69,10 @@ template <class T> inline T load_new(const T* p) { return *p; }
 template <class T> inline T load_all_new(const T* p) { return *p; }
 
 constexpr int SHARED_LIMIT = 232448;
-alignas(128) static unsigned char raw[SHARED_LIMIT];
+// Blocks of a cluster run at once, each with its own: threads of the second come after those of the first.
+alignas(1024) static unsigned char memories[2][SHARED_LIMIT];
+inline int block_of_crew() { return emulated::current / (blockDim.x * blockDim.y); }
+#define raw (memories[block_of_crew()])
 inline u32 shared_address(const void* p) {
   const long d = (const unsigned char*)p - raw;
   if (d < 0 || d >= SHARED_LIMIT) { fprintf(stderr, "not an address in shared memory\n"); abort(); }
@@ -80,16 +83,16 @@ inline u32 shared_address(const void* p) {
 using namespace emulated;
 static std::function<void()> body;
 struct Barrier { int count; unsigned generation; };
-static Barrier block_barrier, named_barriers[17], warp_barriers[32];
+static Barrier block_barriers[2], named_barriers[2][17], warp_barriers[32], crew_barrier;
 inline void wait_for(Barrier& b, int n) {
   const unsigned g = b.generation;
   if (++b.count == n) { b.count = 0; b.generation++; return; }
   while (b.generation == g) leave();
 }
-inline void __syncthreads() { wait_for(block_barrier, blockDim.x * blockDim.y); }
-template <int ID, int COUNT> void bar_sync() { wait_for(named_barriers[ID], COUNT); }
+inline void __syncthreads() { wait_for(block_barriers[block_of_crew()], blockDim.x * blockDim.y); }
+template <int ID, int COUNT> void bar_sync() { wait_for(named_barriers[block_of_crew()][ID], COUNT); }
 template <int ID, int COUNT> void bar_arrive() {
-  Barrier& b = named_barriers[ID];
+  Barrier& b = named_barriers[block_of_crew()][ID];
   if (++b.count == COUNT) { b.count = 0; b.generation++; }
 }
 template <int N> void give_registers() {}
@@ -125,47 +128,54 @@ inline bool __all_sync(u32, bool v) {
 }
 
 // ---- asynchronous copies arrive either at once or as late as allowed (DEFER in the environment)
-struct Copy { u32 to; const void* from; int kind; };          // 0 zeros, 1 copy, 2 a commit, 3 an arrival at mbarrier `to`
+struct Copy {
+  u32 to;
+  const void* from;
+  int kind, block;                                     // 0 zeros, 1 copy, 2 a commit, 3 an arrival at mbarrier `to`, 4 a word; whose memory
+  u32 word = 0;
+};
 static const bool defer_copies = getenv("DEFER") != nullptr, from_last = getenv("FROM_LAST") != nullptr;
 static std::deque<Copy> waiting[1024];
 struct Phases { int threads, missing, phase, late; };          // late: arrivals that are waiting
-static std::map<u32, Phases> mbarriers;
+static std::map<u32, Phases> mbarriers[2];
 inline void arrive(const Copy& c) {
-  if (c.kind == 0) memset(raw + c.to, 0, 16);
-  if (c.kind == 1) memcpy(raw + c.to, c.from, 16);
+  if (c.kind == 0) memset(memories[c.block] + c.to, 0, 16);
+  if (c.kind == 1) memcpy(memories[c.block] + c.to, c.from, 16);
+  if (c.kind == 4) memcpy(memories[c.block] + c.to, &c.word, 4);
   if (c.kind == 3) {
-    Phases& b = mbarriers.at(c.to);
+    Phases& b = mbarriers[c.block].at(c.to);
     if (--b.missing == 0) { b.missing = b.threads; b.phase++; }
   }
 }
 inline void enqueue(const Copy& c) {
   if (!defer_copies) { arrive(c); return; }
   waiting[current].push_back(c);
-  if (c.kind == 3) mbarriers.at(c.to).late++;
+  if (c.kind == 3) mbarriers[c.block].at(c.to).late++;
 }
 inline void arrive_late(const Copy& c) {
-  if (c.kind == 3) mbarriers.at(c.to).late--;
+  if (c.kind == 3) mbarriers[c.block].at(c.to).late--;
   arrive(c);
 }
 inline void copy16_or_zero(bool on, u32 to, const void* from) {
   shared_address(raw + to + 15);
-  enqueue({to, from, on ? 1 : 0});
+  enqueue({to, from, on ? 1 : 0, block_of_crew()});
 }
 inline void copy16(u32 to, const void* from) { copy16_or_zero(true, to, from); }
-inline void copy_commit() { enqueue({0, nullptr, 2}); }
+inline void copy_commit() { enqueue({0, nullptr, 2, block_of_crew()}); }
 template <int N> void copy_wait() {
   static_assert(N == 0, "only waiting for all is emulated");
   for (const Copy& c : waiting[current]) arrive_late(c);
   waiting[current].clear();
 }
-inline void mbarrier_begin(u32 at, int threads) { mbarriers[at] = {threads, threads, 0, 0}; }
-inline void copy_arrive(u32 at) { enqueue({at, nullptr, 3}); }
+inline void mbarrier_begin(u32 at, int threads) { mbarriers[block_of_crew()][at] = {threads, threads, 0, 0}; }
+inline void copy_arrive(u32 at) { enqueue({at, nullptr, 3, block_of_crew()}); }
 inline void mbarrier_wait(u32 at, int parity) {
-  Phases& barrier = mbarriers.at(at);
+  const int block = block_of_crew();
+  Phases& barrier = mbarriers[block].at(at);
   while ((barrier.phase & 1) == parity) {
     for (auto& w : waiting) {                                 // nothing arrives before it is waited for
       if (barrier.late == 0) break;
-      auto mark = std::find_if(w.begin(), w.end(), [&](const Copy& c) { return c.kind == 3 && c.to == at; });
+      auto mark = std::find_if(w.begin(), w.end(), [&](const Copy& c) { return c.kind == 3 && c.to == at && c.block == block; });
       if (mark == w.end()) continue;
       for (auto c = w.begin(); c != mark + 1; ++c) arrive_late(*c);
       w.erase(w.begin(), mark + 1);
@@ -227,32 +237,34 @@ inline void fiber_main() {
     leave();
   }
 }
-// Run one block; shared memory starts as NaN.
-inline void run_block(dim3 block, std::function<void()> f) {
-  const int n = block.x * block.y;
+// Run the blocks of a cluster, from block `first` on; shared memory starts as NaN.
+inline void run_blocks(dim3 first, dim3 block, int together, std::function<void()> f) {
+  const int n = block.x * block.y * together;
   body = f;
   blockDim = block;
   if ((int)fibers.size() < n) fibers.resize(n);                // between blocks, in which nobody is
-  block_barrier = {};
-  for (auto& b : named_barriers) b = {};
+  crew_barrier = {};
+  for (auto& b : block_barriers) b = {};
+  for (auto& of : named_barriers) for (auto& b : of) b = {};
   for (auto& b : warp_barriers) b = {};
   for (auto& w : waiting) w.clear();
-  mbarriers.clear();
-  memset(raw, 0xff, sizeof raw);
+  for (auto& of : mbarriers) of.clear();
+  memset(memories, 0xff, sizeof memories);
   for (int i = 0; i < n; i++) fibers[i].done = false;
   for (bool any = true; any;) {
     any = false;
     for (int at = 0; at < n; at++) {
-      const int i = from_last ? n - 1 - at : at;
+      const int i = from_last ? n - 1 - at : at, thread = i % (block.x * block.y);
       if (fibers[i].done) continue;
       any = true;
       current = i;
-      threadIdx = {i % block.x, i / block.x, 0};
+      threadIdx = {thread % block.x, thread / block.x, 0};
+      blockIdx = {first.x + i / (block.x * block.y), first.y, 0};
       enter(fibers[i], fiber_main, 1 << 17);
     }
   }
 }
-template <class F> void run_grid(dim3 grid, dim3 block, F f) {
+template <class F> void run_grid(dim3 grid, dim3 block, F f, int together = 1) {
   gridDim = grid;
-  for (int y = 0; y < grid.y; y++) for (int x = 0; x < grid.x; x++) { blockIdx = {x, y, 0}; run_block(block, f); }
+  for (int y = 0; y < grid.y; y++) for (int x = 0; x < grid.x; x += together) run_blocks({x, y, 0}, block, together, f);
 }

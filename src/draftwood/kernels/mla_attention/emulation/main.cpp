@@ -58,7 +58,7 @@ int main(int, char** argv) {
   run_grid({min(blocks, head.jobs) * crew, 1, 1}, {attending::THREADS, 1, 1}, [&] {
     attending::mla_attend(map, q.data(), q_pe.data(), ROPE, cache.data(), table.data(), pages, masks.data(), words, heads, scale[0], list.data(), &head,
                           spare.data(), o.data(), ml.data(), own_o.data(), own_ml.data(), out.data());
-  });
+  }, TOGETHER);
   run_grid({4, 1, 1}, {combining::THREADS, 1, 1}, [&] {
     combining::mla_combine(&head, live.data(), tokens, masks.data(), words, heads, o.data(), ml.data(), own_o.data(), own_ml.data(), out.data());
   });

@@ -3,7 +3,7 @@
 #pragma once
 
 struct Product { float* d; int eights; bool across, across_b, add; u64 a, b; };
-static std::deque<std::vector<Product>> products[512];       // of each thread: groups, the last one still open
+static std::deque<std::vector<Product>> products[1024];       // of each thread: groups, the last one still open
 
 inline float operand_value(u64 of, int row, int k, bool across) {
   const u32 start = (u32)(of & 0x3fff) << 4, apart = (u32)(of >> 32 & 0x3fff) << 4;
@@ -47,7 +47,8 @@ template <int E, bool ACROSS> void product(float (&d)[E * 4], u64 a, u64 b, bool
 template <bool ACROSS> void product_turned(float (&d)[32], u64 a, u64 b, bool add) { begin_product({d, 8, false, ACROSS, add, a, b}); }
 template <int N> void settle(float (&)[N]) {}
 inline void show_to_products() {}
-inline void mbarrier_arrive(u32 at) { arrive({at, nullptr, 3}); }
+inline bool elected() { return (current & 31) == 0; }
+inline void mbarrier_arrive(u32 at) { arrive({at, nullptr, 3, block_of_crew()}); }
 inline u32 max_bf16_pair(u32 a, u32 b) {
   auto larger = [](u32 x, u32 y) { return widen((uint16_t)x) >= widen((uint16_t)y) ? x & 0xffff : y & 0xffff; };
   return larger(a, b) | larger(a >> 16, b >> 16) << 16;
