@@ -135,9 +135,11 @@ def paced(auto: AutoTrees, rows: int, seconds: float, device: float, steps: int 
     for _ in range(steps):
         auto.begins(plan, now)
         waited = max(device - seconds, 0.0)
-        auto.pace.read(waited)
+        auto.pace.waited(waited / 3)  # by the launch
+        auto.pace.waited(waited * 2 / 3)  # for the results
+        auto.pace.read()
         now += seconds + waited
-    auto.pace.read(0.0)
+    auto.pace.read()
 
 
 @pytest.mark.parametrize("device", [0.0, 0.003, 0.02])
@@ -153,14 +155,16 @@ def test_a_pause_of_the_caller_and_steps_with_prompts_are_not_the_hosts_pace():
     auto = automatic()
     auto.measure(lambda rows, nodes, context, trees: (0.001 * nodes, rows * nodes))
     paced(auto, 2, 0.005, 0.02)
-    known = auto.pace.seconds(2)
+    known, prompts = auto.pace.seconds(2), decoding(1, chunk=(1, 2))
     auto.begins(decoding(2), 1e6)  # nothing flew
     auto.begins(decoding(2), 1e6 + 1)  # nothing was read
-    auto.pace.read(0.0)
-    auto.begins(decoding(1, chunk=(1, 2)), 2e6)
+    auto.pace.read()
+    auto.begins(prompts, 2e6)
+    auto.pace.read()
+    auto.begins(decoding(2), 3e6)  # what the step with prompts took
     assert auto.pace.seconds(2) == known
-    auto.pace.read(0.0)
-    auto.begins(decoding(2), 3e6)
+    auto.pace.read()
+    auto.begins(decoding(2), 4e6)
     assert known < auto.pace.seconds(2) <= 1.16 * known
 
 

@@ -83,10 +83,10 @@ def _linear(x: Sequence[float], y: Sequence[float], at: float) -> float:
 
 @dataclass(frozen=True)
 class _Told:
-    """What steps of one number of rows take the device: plain seconds, and by size totals and seconds. host: the least that it has
-    been told of any step. Lists, since a step asks for single numbers."""
+    """What the device was told of steps of one number of rows, where rows have `context` tokens: by size totals and seconds, none
+    below `host`, which is not in `seconds`. Lists, since a step asks for single numbers."""
 
-    plain: float
+    context: float
     totals: list[list[int]]
     seconds: list[list[float]]
     host: float
@@ -117,8 +117,6 @@ class AutoTrees:
         self._curves: list[list[_Curve]] = []
         """By number of rows and size, as far as sizes may pay."""
         self._told: dict[int, _Told] = {}
-        self._at = 0.0
-        """The context that was told."""
         self._expected = self._came = 0.0
         """Running sums of tokens of steps that drafted."""
 
@@ -139,7 +137,8 @@ class AutoTrees:
         self.calibration.observed.zero_()
         self.calibration.ratio.fill_(1)
         self.budgets, self._expected, self._came = Budgets(self.caps), 0.0, 0.0
-        self._tell(self.contexts[0])
+        for rows in self._sizes.rows:
+            self._tell(rows, self.contexts[0])
 
     def _measured(self, time: Time, count: int, plain: float) -> list[_Curve]:
         """Curves of the sizes that may pay: a step that takes longer than plain steps for all tokens that it can return never does,
@@ -162,35 +161,36 @@ class AutoTrees:
                 break
         return curves
 
-    def _tell(self, context: float) -> None:
-        """Give the device and the host's choice what steps cost where rows have `context` tokens."""
-        self._at = context
-        part = 0.0
-        if len(self.contexts) > 1:
-            part = max((context - self.contexts[0]) / (self.contexts[1] - self.contexts[0]), 0.0)
-        for rows, times, curves in zip(self._sizes.rows, self._plain, self._curves, strict=True):
-            plain = max(times[0] + (times[-1] - times[0]) * part, times[0] / 2)
-            seconds = [c.seconds(part).tolist() for c in curves]
-            self._told[rows] = _Told(plain, [c.totals.tolist() for c in curves], seconds, 0.0)
-            self._tell_load(rows)
+    def _part(self, context: float) -> float:
+        """How far a context is on the way from near to far."""
+        if len(self.contexts) == 1:
+            return 0.0
+        return max((context - self.contexts[0]) / (self.contexts[1] - self.contexts[0]), 0.0)
 
-    def _tell_load(self, rows: int) -> None:
-        """Give the device the costs of the graphs with so many rows, none below the host's."""
-        found = dataclasses.replace(self._told[rows], host=self.pace.seconds(rows))
+    def _tell(self, rows: int, context: float) -> None:
+        """Give the device and the host's choice what steps of the graphs with so many rows cost, where these have `context` tokens;
+        nothing costs less than it takes the host. A step of another load tells its own."""
+        curves, part = self._curves[self._sizes.rows.index(rows)], self._part(context)
+        seconds = [c.seconds(part).tolist() for c in curves]
+        found = _Told(context, [c.totals.tolist() for c in curves], seconds, self.pace.seconds(rows))
+        if rows not in self._told or found.totals != self._told[rows].totals:
+            self._send(self.costs[rows].totals, np.array(self._filled(found.totals), np.int32))
+        self._send(self.costs[rows].seconds, np.maximum(np.array(self._filled(seconds), np.float32), np.float32(found.host)))
         self._told[rows] = found
-        whole = [
-            min(c, len(found.totals) - 1) for c in range(len(CAPS))
-        ]  # what stands in place of sizes that do not pay is not read
-        self._send(self.costs[rows].totals, np.array([found.totals[c] for c in whole], np.int32))
-        seconds = np.array([found.seconds[c] for c in whole], np.float32)
-        self._send(self.costs[rows].seconds, np.maximum(seconds, np.float32(found.host)))
 
-    def _keep_pace(self, rows: int) -> None:
-        """Tell the costs of a load anew, if the host has become faster or slower and that matters: the device is done before it."""
-        found, now = self._told[rows], self.pace.seconds(rows)
-        fastest = min(found.seconds[0][0], found.plain)
-        if max(now, found.host) > fastest and not found.host / MOVED <= now <= found.host * MOVED:
-            self._tell_load(rows)
+    @staticmethod
+    def _filled(by_size: list[Any]) -> list[Any]:
+        """One for each size; what stands in place of sizes that do not pay is not read."""
+        return [by_size[min(c, len(by_size) - 1)] for c in range(len(CAPS))]
+
+    def _keep_told(self, rows: int, longest: int) -> None:
+        """Tell the costs of a load anew, if contexts have grown or shrunk, or if the host has become faster or slower and that
+        matters: the device is done before it."""
+        found, context, host = self._told[rows], max(longest, self.contexts[0]), self.pace.seconds(rows)
+        moved = len(self.contexts) > 1 and not found.context / MOVED <= context <= found.context * MOVED
+        paced = max(host, found.host) > found.seconds[0][0] and not found.host / MOVED <= host <= found.host * MOVED
+        if moved or paced:
+            self._tell(rows, context)
 
     def _send(self, to: Tensor, values: NDArray[Any]) -> None:
         staged = pinned(4 * values.size, self._device).view(to.dtype).view(values.shape)
@@ -198,8 +198,9 @@ class AutoTrees:
         to.copy_(staged, non_blocking=True)
 
     def plain_seconds(self, rows: int) -> float:
-        """What a step of so many rows takes the device, between the numbers that were timed."""
-        plain = [self._told[r].plain for r in self._sizes.rows]
+        """What a step of so many rows takes the device, between the numbers that were timed, at the context that was told."""
+        part = self._part(self._told[self._load(rows)[0]].context)
+        plain = [max(times[0] + (times[-1] - times[0]) * part, times[0] / 2) for times in self._plain]
         return plain[0] if len(plain) == 1 else _linear(self.counts, plain, min(max(rows, self.counts[0]), self.counts[-1]))
 
     # --------------------------------------------------------------------------------------------------- how much to grow
@@ -218,10 +219,8 @@ class AutoTrees:
         """Set how much the automatic rows of a step grow; 0 where trees do not pay at this load."""
         if self.budgets is None or not any(plan.auto):
             return plan
-        if len(self.contexts) > 1 and not self._at / MOVED <= max(plan.longest, self.contexts[0]) <= self._at * MOVED:
-            self._tell(max(plan.longest, self.contexts[0]))
         load = self._load(sum(not chunk for chunk in plan.chunks))
-        self._keep_pace(load[0])
+        self._keep_told(load[0], plan.longest)
         most = self.budgets.beside(*load) if any(plan.chunks) else self.budgets.next(*load)
         budgets = tuple(min(b, most) if auto else b for b, auto in zip(plan.budgets, plan.auto, strict=True))
         return dataclasses.replace(plan, budgets=budgets, auto=tuple(auto and most > 0 for auto in plan.auto))

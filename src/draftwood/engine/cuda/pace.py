@@ -17,23 +17,29 @@ class Pace:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
+        self._load: int | None = None
+        """Of the last step that was launched."""
         self._began = self._waited = 0.0
         self._flying = self._read = 0
 
     def launched(self, load: int | None, now: float) -> None:
-        """A step is about to be launched at `now` seconds of a clock. What passed since the launch before counts, but for waiting,
-        if a step has been read meanwhile and another flew; load None: not for any load, as with prompts."""
-        if load is not None and self._flying and self._read:
+        """A step is about to be launched at `now` seconds of a clock. What passed since the launch before, but for waiting, is that
+        step's, if a step has been read meanwhile and another flew. load None: not of any load, as with prompts."""
+        before = self._load
+        if before is not None and load is not None and self._flying and self._read:
             took = max(now - self._began - self._waited, 0.0) / self._read
-            known = self._seconds.get(load)
-            self._seconds[load] = took if known is None else known + PULL * (min(took, MOST * known) - known)
+            known = self._seconds.get(before)
+            self._seconds[before] = took if known is None else known + PULL * (min(took, MOST * known) - known)
         self._flying += 1
-        self._began, self._waited, self._read = now, 0.0, 0
+        self._load, self._began, self._waited, self._read = load, now, 0.0, 0
 
-    def read(self, waited: float) -> None:
-        """A step's results are here; the host has waited so many seconds for them."""
+    def waited(self, seconds: float) -> None:
+        """The host has waited for the device."""
+        self._waited += seconds
+
+    def read(self) -> None:
+        """A step's results are here."""
         self._flying -= 1
-        self._waited += waited
         self._read += 1
 
     def seconds(self, load: int) -> float:

@@ -111,8 +111,10 @@ class CudaStepper:
         if formed:
             return self._launch_formed(self.buffers.forms.fitted(plan, list(formed)), formed, trace)
         staged = self.stage(plan)
-        began = self._mark()
+        began, called = self._mark(), time.monotonic()
         self._launches[staged.key]()
+        if self.auto is not None:  # a graph that still runs is not launched again before it has ended
+            self.auto.pace.waited(time.monotonic() - called)
         self._marked(began)
         return self._fetch(plan, staged, self.step_of(staged.key), trace)
 
@@ -300,7 +302,8 @@ class Flying:
         if self.done is not None:
             self.done.synchronize()
         if self.auto is not None:
-            self.auto.pace.read(time.monotonic() - began)
+            self.auto.pace.waited(time.monotonic() - began)
+            self.auto.pace.read()
         views = carve_host(self.raw, Results.fields(self.places, self.width))
         at = np.array(self.staged.results, np.int64)
         chunks = np.array([len(chunk) for chunk in self.plan.chunks], np.int64)
