@@ -52,8 +52,12 @@ class Case:
 
 
 def time_graph(run: Callable[[], None], calls: int, repeats: int = 7) -> float:
-    """Return the median time of one of `calls` operations in microseconds, from replays of a captured graph."""
+    """Return the median time of one of `calls` operations in microseconds, from replays of a captured graph.
+
+    They run on a stream of their own, after what the caller's has been given: that may use the same buffers still.
+    """
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
     stream.synchronize()
