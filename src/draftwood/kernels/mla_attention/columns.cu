@@ -446,12 +446,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attend(
   const int role = threadIdx.x / ROLE;
   // Ahead of the wait: the plan and pages are older than what may still run (rule (b) of common.cuh; the plan lets nobody start early).
   const int total = load_new(&head->jobs), blocks = gridDim.x;
-  Job first = load_all_new(&jobs[min((int)blockIdx.x, max(total, 1) - 1)]);
-  const int page = role == 3 && total > 0 ? load_new(&table[(size_t)first.row * pages + first.begin / TILE]) : 0;
-  pdl_wait();
-  pdl_go();
+  Job first = load_all_new(&jobs[blockIdx.x]);                 // there is room for it, whether or not it is one
   if (threadIdx.x < SLOTS * 3) mbarrier_begin(full(threadIdx.x), threadIdx.x < SLOTS ? ROLE : 2 * ROLE / 32);
   everybody();
+  const int page = role == 3 && (int)blockIdx.x < total ? load_new(&table[(size_t)first.row * pages + first.begin / TILE]) : 0;
+  pdl_wait();
+  pdl_go();
   if (role == 0) {
     give_registers<SCORE_REGISTERS>();
     work(jobs, total, 0, 0, blockIdx.x, [&](const Job& at, int, int past) {

@@ -1,6 +1,7 @@
 // Fold the partials of each (node, head) in the law's order and divide: out [tokens, heads, LATENT] bf16. Tokens: as many as may live.
 // The partials are read once, so what counts is that enough of them are on their way (27 kB a multiprocessor at 4.4 TB/s). Two ways:
-//  FOLDED 0            many lines: a warp has a (node, head), AHEAD partials on their way (8 kB). Grid ceil(tokens * heads / WARPS).
+//  FOLDED 0            many lines: a warp has a (node, head), AHEAD partials on their way (4 kB; with four there were registers for a
+//                    quarter fewer warps, and it took 7.0 us instead of 4.5). Grid ceil(tokens * heads / WARPS).
 //  FOLDED 32, 64, 128  few lines, which may have hundreds of partials: a block has so many columns of a (node, head). Teams of FOLDED / 4 lanes
 //                    prepare whole groups side by side; the first warp folds these. Grid (tokens * heads, ceil(LATENT / FOLDED)).
 #include "layout.cuh"
@@ -66,7 +67,7 @@ __device__ __forceinline__ void put(bf16* to, int c, const float4& v, float scal
 }
 
 #if FOLDED == 0
-constexpr int WARPS = 4, THREADS = WARPS * 32, AHEAD = 4, RESIDENT = 3;
+constexpr int WARPS = 4, THREADS = WARPS * 32, AHEAD = 2, RESIDENT = 4;
 
 __device__ __forceinline__ void fold_line(const Line& line, bf16* to) {
   const int c = (threadIdx.x & 31) * 4;
