@@ -47,14 +47,14 @@ of a reference takes a millisecond."""
 UNREACHED: dict[str, tuple[str, ...]] = {}
 """By kernel: entries that no small test launches."""
 _TURNS = "columns.cu: bar.sync of all (TAKEN) and bar.arrive (PROBABILITIES)"
-_SLOTS = "nodes.cu, heads.cu: mbarriers of the probabilities' slots"
+_SLOTS = "nodes.cu, heads.cu: mbarriers of the probabilities' slots (ready; then what gives back, by way of the copies)"
 _STAGES = "x's stages: cp.async that arrives at an mbarrier, and one that says that all have read"
 REVIEWED = {
     "mla_attend": {
         ("Acc::rescale", "score_role"): _TURNS, ("Walk::copy", "score_role"): _TURNS, ("Acc::store", "score_role"): _TURNS,
         ("Walk::add", "score_role"): _TURNS, ("copy16", "ldmatrix4"): "columns.cu: cp.async and a barrier for its slot",
         ("add_values", "weigh"): _SLOTS, ("value_role", "weigh"): _SLOTS, ("find_maxima", "value_role"): _SLOTS,
-        ("Softmax::weigh", "add_values"): _SLOTS, ("Both::Both", "Softmax::tell"): _SLOTS,
+        ("of_lines", "weigh"): _SLOTS,
     },
     "experts_joined": {("copy16_if", "shared_load16"): _STAGES, ("copy16_if", "int4_weights"): _STAGES},
 }  # fmt: skip
