@@ -20,21 +20,24 @@ def device_rows() -> DeviceRows:
     return DeviceRows(sizes, ROWS, SINK, 96, torch.device("cpu"), "shared")
 
 
-def plan(rows: list[int], starts=(), growths=()) -> StepPlan:
+def plan(rows: list[int], starts=(), growths=(), budgets=None) -> StepPlan:
     """A step in which `rows` decode."""
     n = len(rows)
-    return StepPlan(tuple(starts), tuple(rows), ((),) * n, (True,) * n, (8,) * n, (False,) * n, 7, 100, tuple(growths))
+    budgets = (8,) * n if budgets is None else tuple(budgets)
+    return StepPlan(tuple(starts), tuple(rows), ((),) * n, (True,) * n, budgets, (False,) * n, 7, 100, tuple(growths))
 
 
 moves = st.lists(
-    st.tuples(st.sampled_from(["start", "grow", "end", "order", "rehearse", "step"]), st.integers(0, ROWS - 1)), max_size=24
+    st.tuples(st.sampled_from(["start", "grow", "end", "order", "rehearse", "budget", "step"]), st.integers(0, ROWS - 1)),
+    max_size=24,
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(moves)
-def test_page_tables_of_places_are_those_of_their_rows(steps):
+def test_page_tables_and_budgets_of_places_are_those_of_their_rows(steps):
     state, tables, order, fresh = device_rows(), dict[int, list[int]](), list[int](), iter(range(10**6))
+    budgets = [8] * ROWS
     for what, row in steps:
         starts, growths = [], []
         if what == "start" and row not in tables:
@@ -51,10 +54,14 @@ def test_page_tables_of_places_are_those_of_their_rows(steps):
             order.reverse()
         elif what == "rehearse":
             state.rehearse(2, 4, 70, 3)
+        elif what == "budget":
+            budgets[row] = (budgets[row] + 5) % 9
         if not order:
             continue
-        step = plan(order, starts, growths)
+        step = plan(order, starts, growths, [budgets[row] for row in order])
         state.stage(step, state.key(step))
+        assert state.given("budgets", len(order)).tolist() == list(step.budgets)
+        assert state.given("ids", len(order)).tolist() == order and int(state.given("live", 1)) == len(order)
         for place, row in enumerate(order):
             line = state.table(place + 1)[place].tolist()
             assert line[: len(tables[row])] == tables[row] and set(line[len(tables[row]) :]) == {SINK}

@@ -223,14 +223,16 @@ class AutoTrees:
         self._keep_told(load[0], plan.longest)
         most = self.budgets.beside(*load) if any(plan.chunks) else self.budgets.next(*load)
         budgets = tuple(min(b, most) if auto else b for b, auto in zip(plan.budgets, plan.auto, strict=True))
-        return dataclasses.replace(plan, budgets=budgets, auto=tuple(auto and most > 0 for auto in plan.auto))
+        return dataclasses.replace(plan, budgets=budgets, auto=plan.auto if most else (False,) * len(plan.auto))
 
     def learn(self, plan: StepPlan, key: Key, expected: Sequence[int], sized: Sequence[int], came: int) -> None:
         """Learn from a step: what `sizes.fit` has told by size (expected tokens times 2^18, nodes), and the tokens that came.
         Steps with prompts, and those in which not all trees were grown to their graph's size, teach nothing."""
         if self.budgets is None or key.budget == 0 or any(plan.chunks):
             return
-        if any(b not in (0, key.budget) or b and not auto for b, auto in zip(plan.budgets, plan.auto, strict=True)):
+        if not {0, key.budget}.issuperset(plan.budgets):
+            return
+        if not all(plan.auto) and any(b and not auto for b, auto in zip(plan.budgets, plan.auto, strict=True)):
             return
         rows, tried = len(plan.rows), self.caps.index(key.budget)
         load, most = self._load(rows)

@@ -141,7 +141,8 @@ class DeviceRows:
         self._known: dict[int, int] = {}
         """Committed tokens of the rows' prompts; lengths beyond are the device's."""
         self._steady: object = None
-        """What the last step sent was made of, if all its rows decoded."""
+        """What the last step sent was made of, if all its rows decoded; but for their budgets."""
+        self._budgets: tuple[int, ...] = ()
         self._pages = np.full((rows, sizes.width), sink, np.int32)
         self._versions = np.zeros(rows, np.int64)
         """How often a row's pages have changed."""
@@ -205,19 +206,25 @@ class DeviceRows:
         return self.sizes.key(max(len(free), 1), max(free, default=0), len(free) < len(plan.rows), drafts)
 
     def stage(self, plan: StepPlan, key: Key) -> Staged:
-        """Begin and lengthen the plan's rows, and send what its graph reads: while the same rows decode alike, the page tables of
-        those that gained pages and nothing else. No row drafts more than the graph has room for."""
-        steady = (plan.rows, plan.budgets, plan.auto, plan.emits)
-        alike = steady == self._steady and not (plan.starts or any(plan.chunks))
+        """Begin and lengthen the plan's rows, and send what its graph reads: while the same rows decode alike, their budgets if
+        they have changed, the page tables of those that gained pages, and nothing else. No row drafts more than the graph has
+        room for."""
+        prompts = any(plan.chunks)
+        steady, budgets = (plan.rows, plan.auto, plan.emits), plan.budgets
+        alike = steady == self._steady and not (plan.starts or prompts)
         for start in plan.starts:
             self.begin(start)
         for growth in plan.growths:
             self.grow(growth)
         if alike:
+            if budgets != self._budgets:
+                self._budgets = budgets
+                self._inputs.host["budgets"][: len(budgets)] = np.minimum(budgets, key.budget)
+                self._inputs.send()
             if plan.growths:
                 self._show_pages(np.array(plan.rows, np.int64))
             return Staged(key, tuple(range(len(plan.rows))))
-        self._steady = None if any(plan.chunks) else steady
+        self._steady, self._budgets = None if prompts else steady, budgets
         free = [i for i, chunk in enumerate(plan.chunks) if not chunk]
         order = [(i, 0, 0, plan.emits[i]) for i in free]
         results = {i: place for place, i in enumerate(free)}
