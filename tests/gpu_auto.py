@@ -18,6 +18,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,11 +65,11 @@ def timed(engine: Engine, texts: Sequence[Sequence[int]], budget: int | str, set
     ids = admitted(engine, texts, params)
     for _ in range(settle):
         engine.step()
-    before, began, walls = counted(engine), time.monotonic(), list[float]()
-    while len(walls) < steps and (sum(walls) < SECONDS or len(walls) < min(LEAST, steps)):
+    before, began, ends = counted(engine), time.monotonic(), list[float]()
+    while len(ends) < steps and (not ends or ends[-1] - began < SECONDS or len(ends) < min(LEAST, steps)):
         engine.step()
-        walls.append(time.monotonic() - began - sum(walls))
-    line = figures(engine, before, walls)
+        ends.append(time.monotonic())
+    line = figures(engine, before, began, ends)
     for i in ids:
         engine.abort(i)
     while not engine.idle:
@@ -82,13 +83,13 @@ def served(engine: Engine, texts: Sequence[Sequence[int]], budget: int | str, te
     params = SamplingParams(max_tokens=DECODED, ignore_eos=True, tree_budget=budget, seed=1, temperature=temperature)
     waiting = [text for _ in range(EACH - 1) for text in texts]
     admitted(engine, texts, params)
-    before, began, walls = counted(engine), time.monotonic(), list[float]()
+    before, began, ends = counted(engine), time.monotonic(), list[float]()
     while not engine.idle:
         for output in engine.step():
             if output.finish_reason is not None and waiting:
                 engine.add(waiting.pop(), params)
-        walls.append(time.monotonic() - began - sum(walls))
-    return {"rows": len(texts), "budget": budget, **figures(engine, before, walls)}
+        ends.append(time.monotonic())
+    return {"rows": len(texts), "budget": budget, **figures(engine, before, began, ends)}
 
 
 def counted(engine: Engine) -> tuple[int, int, int]:
@@ -97,11 +98,13 @@ def counted(engine: Engine) -> tuple[int, int, int]:
     return totals.decoded, totals.row_steps, sum(place * count for place, count in enumerate(totals.trees))
 
 
-def figures(engine: Engine, before: tuple[int, int, int], walls: Sequence[float]) -> dict[str, Any]:
-    """Tokens per second of all, tokens and nodes of a row's step, and milliseconds of a step, since `before`."""
+def figures(engine: Engine, before: tuple[int, int, int], began: float, ends: Sequence[float]) -> dict[str, Any]:
+    """Tokens per second of all, tokens and nodes of a row's step, and milliseconds of a step, since `before`. ends: when each step
+    ended, in seconds of the clock of `began`."""
+    walls = [end - start for start, end in pairwise([began, *ends])]
     tokens, row_steps, nodes = (now - then for now, then in zip(counted(engine), before, strict=True))
     return {
-        "tok_s": round(tokens / sum(walls), 1), "steps": len(walls), "step_ms": round(1e3 * statistics.median(walls), 3),
+        "tok_s": round(tokens / (ends[-1] - began), 1), "steps": len(ends), "step_ms": round(1e3 * statistics.median(walls), 3),
         "tokens_per_row": round(tokens / max(1, row_steps), 3), "nodes_per_row": round(nodes / max(1, row_steps), 2),
     }  # fmt: skip
 

@@ -137,7 +137,8 @@ class AutoTrees:
         self.calibration.observed.zero_()
         self.calibration.ratio.fill_(1)
         self.budgets, self._expected, self._came = Budgets(self.caps), 0.0, 0.0
-        for rows in self._sizes.rows:
+        for rows, curves in zip(self._sizes.rows, self._curves, strict=True):
+            self._send(self.costs[rows].totals, np.array(self._filled([c.totals for c in curves]), np.int32))
             self._tell(rows, self.contexts[0])
 
     def _measured(self, time: Time, count: int, plain: float) -> list[_Curve]:
@@ -173,8 +174,6 @@ class AutoTrees:
         curves, part = self._curves[self._sizes.rows.index(rows)], self._part(context)
         seconds = [c.seconds(part).tolist() for c in curves]
         found = _Told(context, [c.totals.tolist() for c in curves], seconds, self.pace.seconds(rows))
-        if rows not in self._told or found.totals != self._told[rows].totals:
-            self._send(self.costs[rows].totals, np.array(self._filled(found.totals), np.int32))
         self._send(self.costs[rows].seconds, np.maximum(np.array(self._filled(seconds), np.float32), np.float32(found.host)))
         self._told[rows] = found
 
