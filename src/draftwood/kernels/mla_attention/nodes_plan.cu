@@ -3,6 +3,7 @@
 // partial results combine.cu folds. Nodes are cut where rows are long and few, or where they would be a last turn in which few
 // blocks have work. Every block repeats the small searches and sums and writes its share of the list.
 #include "layout.cuh"
+#include "lists.cuh"
 
 constexpr int MAX_ROWS = 256, THREADS = 1024, WARPS = THREADS / 32;
 // What beginning a job, a launch that folds, and a line's partial cost, in tiles (one of heads.cu is 2 us).
@@ -43,14 +44,6 @@ struct Runs {
   }
 };
 
-// Sum of `mine` over lower lanes; the total of all lanes goes to `all`.
-template <class T> __device__ __forceinline__ T before(T mine, T& all) {
-  T sum = mine;
-#pragma unroll
-  for (int d = 1; d < 32; d <<= 1) { const T o = __shfl_up_sync(ALL_LANES, sum, d); if ((int)(threadIdx.x & 31) >= d) sum += o; }
-  all = __shfl_sync(ALL_LANES, sum, 31);
-  return sum - mine;
-}
 __device__ __forceinline__ float sum_of_lanes(float x) {
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1) x += __shfl_xor_sync(ALL_LANES, x, d);
@@ -166,12 +159,6 @@ __device__ __forceinline__ void lay_out(Table& t, int rows, int per, int lines, 
     jobs = before(jobs, all_jobs), live = before(live, all_live), part = before(part, all_part);
     if (threadIdx.x == 0) t.at[2 * rows] = all_jobs, t.live[2 * rows] = all_live;
   }
-}
-
-__device__ __forceinline__ int find(const int* at, int rows, int j) {   // the place with at[place] <= j < at[place + 1]
-  int low = 0, high = rows;
-  while (high - low > 1) { const int mid = (low + high) >> 1; if (at[mid] <= j) low = mid; else high = mid; }
-  return low;
 }
 
 // lengths, counts, starts: int32, or int64 read by its low word (step 2). lines: heads of a job, which divides `heads`. blocks: how

@@ -1,6 +1,7 @@
 // The work list of a step, from what is in device memory: lengths and node counts of the rows. One launch per step, all
 // layers use it. Every block repeats the small searches and sums and writes its share of the list.
 #include "layout.cuh"
+#include "lists.cuh"
 
 constexpr int MAX_ROWS = 256;
 constexpr int THREADS = 1024, WARPS = THREADS / 32;
@@ -12,16 +13,6 @@ constexpr int PARTS = 4;                  // of a row, between which spans grow
 __device__ __forceinline__ int cost(int lines) {
   if (COLUMNS) return lines <= 8 ? 12 : 16;
   return lines <= 16 ? 6 : lines <= 32 ? 9 : 16;
-}
-
-// Sum of `mine` over lower lanes; the total of all lanes goes to `all`.
-template <class T> __device__ __forceinline__ T before(T mine, T& all) {
-  const int lane = threadIdx.x & 31;
-  T sum = mine;
-#pragma unroll
-  for (int d = 1; d < 32; d <<= 1) { const T o = __shfl_up_sync(ALL_LANES, sum, d); if (lane >= d) sum += o; }
-  all = __shfl_sync(ALL_LANES, sum, 31);
-  return sum - mine;
 }
 
 // A row's lines are cut into full blocks and perhaps one smaller; its keys into runs of whole spans, of about `size` keys: equal ones if
@@ -165,12 +156,6 @@ __device__ __forceinline__ void lay_out(Table& t, int rows, int own, int size, i
     }
   }
   __syncthreads();
-}
-
-__device__ __forceinline__ int find(const int* at, int rows, int j) {   // the row with at[row] <= j < at[row + 1]
-  int low = 0, high = rows;
-  while (high - low > 1) { const int mid = (low + high) >> 1; if (at[mid] <= j) low = mid; else high = mid; }
-  return low;
 }
 
 // ------------------------------------------------------------------------------------------------- jobs
