@@ -38,7 +38,7 @@ SECONDS, LEAST = 3.0, 6
 LOST = 0.6
 TOKENS = 192
 """Of a prompt, at most."""
-DECODED, EACH, ROUNDS = 192, 4, 3
+DECODED, EACH, ROUNDS = 192, 6, 3
 """Tokens that each request to a real model decodes, how often each prompt is asked, and how often all that; the median counts."""
 
 
@@ -78,18 +78,20 @@ def timed(engine: Engine, texts: Sequence[Sequence[int]], budget: int | str, set
 
 
 def served(engine: Engine, texts: Sequence[Sequence[int]], budget: int | str, temperature: float) -> dict[str, Any]:
-    """Decode DECODED tokens behind each text EACH times, as many at once as there are texts: the next begins where one ends, so
-    that few steps have fewer rows."""
+    """Decode DECODED tokens behind each text EACH times, as many at once as there are texts: the next begins where one ends. Timed
+    until there is no next one, so that all steps have as many rows."""
     params = SamplingParams(max_tokens=DECODED, ignore_eos=True, tree_budget=budget, seed=1, temperature=temperature)
     waiting = [text for _ in range(EACH - 1) for text in texts]
     admitted(engine, texts, params)
-    before, began, ends = counted(engine), time.monotonic(), list[float]()
+    before, began, ends, line = counted(engine), time.monotonic(), list[float](), dict[str, Any]()
     while not engine.idle:
-        for output in engine.step():
-            if output.finish_reason is not None and waiting:
-                engine.add(waiting.pop(), params)
+        ended = sum(output.finish_reason is not None for output in engine.step())
         ends.append(time.monotonic())
-    return {"rows": len(texts), "budget": budget, **figures(engine, before, began, ends)}
+        if ended > len(waiting) and not line:
+            line = {"rows": len(texts), "budget": budget, **figures(engine, before, began, ends)}
+        for _ in range(min(ended, len(waiting))):
+            engine.add(waiting.pop(), params)
+    return line
 
 
 def counted(engine: Engine) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,3 +86,13 @@ def test_a_row_that_gains_a_page_sends_its_line_and_no_other(monkeypatch):
         state.stage(step, state.key(step))
     assert sent == [[0, 1, 2, 3], [2], [1, 2], [0, 2]]
     assert np.array_equal(state.table(3)[:, 2].numpy(), [51, 50, 52])
+
+
+@pytest.mark.parametrize("bridged", [0, 1 << 18])
+def test_page_tables_between_two_that_change_stay(bridged, monkeypatch):
+    monkeypatch.setattr("draftwood.engine.cuda.state.BRIDGED", bridged)
+    state = device_rows()
+    starts = [Start(r, (2 * r, 2 * r + 1), SamplingParams(), (), True) for r in range(4)]
+    for step in (plan([0, 1, 2, 3], starts), plan([0, 1, 2, 3], growths=[Growth(0, 2, (51,)), Growth(3, 2, (52,))])):
+        state.stage(step, state.key(step))
+    assert state.table(4)[:, :3].tolist() == [[0, 1, 51], [2, 3, SINK], [4, 5, SINK], [6, 7, 52]]

@@ -300,12 +300,13 @@ class Engine:
 
         The first stop token within the limit ends it; a stop token that the limit cuts off was never generated.
         """
-        params = seq.request.params
-        room = min(len(tokens), seq.limit - seq.generated)
-        for place, token in enumerate(tokens[:room]):
-            if token in params.stop_token_ids or token in self.stop_ids and not params.ignore_eos:
-                return place + 1, "stop"
-        return room, "length" if seq.generated + room == seq.limit else None
+        params, left = seq.request.params, seq.limit - seq.generated
+        room = min(len(tokens), left)
+        if params.stop_token_ids or not params.ignore_eos and not self.stop_ids.isdisjoint(tokens):
+            for place, token in enumerate(tokens[:room]):
+                if token in params.stop_token_ids or token in self.stop_ids and not params.ignore_eos:
+                    return place + 1, "stop"
+        return room, "length" if room == left else None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ from draftwood.errors import RequestError
 from draftwood.kv.pages import PagePool
 from draftwood.kv.prefix import Node, PrefixCache
 
+NO_END = 1 << 62
+"""More tokens than there are."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -121,16 +124,16 @@ class Sequence:
     node: Node | None
     """Where its text ends in the prefix cache, `kept` pages deep; None without one."""
     kept: int
+    generated: int
+    """How many of them are the answer's."""
+    room: int
+    """Committed tokens up to which its pages hold a root and its largest tree."""
     flying: int = 0
     """Steps launched and not read yet that return tokens of the answer, at least one each."""
 
     @property
     def prompting(self) -> bool:
         return self.length < self.forced
-
-    @property
-    def generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
 
     @property
     def left(self) -> int:
@@ -236,22 +239,27 @@ class Scheduler:
         chosen = self._choose()
         if not chosen:
             return None
-        deepest = self.plan.block - 1
-        budgets, depth = [], 0
+        deepest, flown = self.plan.block - 1, max(self.plan.block, 1)
+        emits, budgets, auto, depth, longest = list[bool](), list[int](), list[bool](), 0, 0
         for seq, chunk in chosen:
             useful = 0 if chunk else min(deepest, seq.left - 1)
-            budgets.append(seq.budget if useful > 0 else 0)
-            depth = max(depth, useful if seq.budget else 0)
+            budget = seq.budget if useful > 0 else 0
+            emits.append(seq.length + len(chunk) >= seq.forced)
+            budgets.append(budget)
+            auto.append(seq.auto and budget > 0)
+            if seq.budget and useful > depth:
+                depth = useful
+            longest = max(longest, seq.length + seq.flying * flown)
         return StepPlan(
             starts=starts,
             growths=growths,
-            rows=tuple(seq.row for seq, _ in chosen),
-            chunks=tuple(chunk for _, chunk in chosen),
-            emits=tuple(seq.length + len(chunk) >= seq.forced for seq, chunk in chosen),
+            rows=tuple([seq.row for seq, _ in chosen]),
+            chunks=tuple([chunk for _, chunk in chosen]),
+            emits=tuple(emits),
             budgets=tuple(budgets),
-            auto=tuple(seq.auto and budget > 0 for (seq, _), budget in zip(chosen, budgets, strict=True)),
+            auto=tuple(auto),
             depth=depth,
-            longest=max(self._reach(seq) for seq, _ in chosen),
+            longest=longest,
         )
 
     def _choose(self) -> list[tuple[Sequence, tuple[int, ...]]]:
@@ -286,25 +294,32 @@ class Scheduler:
         size = self.plan.prefill_chunk
         return tuple(seq.tokens[seq.length : min((seq.length // size + 1) * size, seq.forced)])
 
-    def _reach(self, seq: Sequence) -> int:
-        """Most tokens that a row may have committed by now: a flying step commits at most a block."""
-        return seq.length + seq.flying * max(self.plan.block, 1)
-
     def _need(self, request: Request, known: int, budget: int) -> int:
         """Pages for `known` committed tokens, a root and its largest tree; never more than `check` has found to fit."""
         most = len(request.prompt) + self._limit(request)
         return self.pool.pages_for(min(known + 1, most) + budget)
 
     def _grow(self) -> Iterator[Growth]:
-        """Give the rows, oldest first, the pages that their next step may reach; preempt the youngest where there are none."""
+        """Give the rows, oldest first, the pages that their next step may reach, for a flying step commits at most a block; preempt
+        the youngest where there are none."""
+        flown = max(self.plan.block, 1)
         for seq in list(self.running.values()):
-            short = self._need(seq.request, max(self._reach(seq), seq.forced), seq.budget) - len(seq.pages)
+            reach = seq.length + seq.flying * flown
+            if reach <= seq.room:  # as nearly all rows have in nearly all steps
+                continue
+            short = self._need(seq.request, reach, seq.budget) - len(seq.pages)
             while short > self.available and self.runs(seq):
                 self._preempt()
-            if short > 0 and self.runs(seq):
+            if self.runs(seq):
                 pages = self._allocate(short)
                 yield Growth(seq.row, len(seq.pages), tuple(pages))
                 seq.pages += pages
+                seq.room = self._roomy(seq.request, len(seq.pages), seq.budget)
+
+    def _roomy(self, request: Request, pages: int, budget: int) -> int:
+        """Committed tokens for which so many pages are enough by `_need`, NO_END where they are for all that it may have."""
+        tokens = pages * self.pool.page_size - budget
+        return NO_END if tokens >= len(request.prompt) + self._limit(request) else tokens - 1
 
     def _preempt(self) -> None:
         """Take row and pages from the youngest request; it is the next to be admitted."""
@@ -315,6 +330,8 @@ class Scheduler:
 
     def _admit(self) -> Iterator[Start]:
         """Begin those that fit while the step has room for known tokens: who comes later may find more in the prefix cache."""
+        if not self.waiting:
+            return
         room = self._room - sum(self._size(len(self._chunk(seq))) for seq in self.running.values() if seq.prompting)
         while room > 0 and self.waiting and self._rows and not self._still_refused():
             seq = self._begin(self.waiting[0])
@@ -357,11 +374,11 @@ class Scheduler:
             key = self.prefix.key(tokens, len(shared)) if self.prefix is not None and len(shared) < most else None
             self._refused = Refused(waited, self._spare, node, key)
             return None
-        cached = len(shared) * self.pool.page_size
+        cached, pages = len(shared) * self.pool.page_size, shared + self._allocate(need)
         return Sequence(
             request=request,
             row=self._rows.pop(),
-            pages=shared + self._allocate(need),
+            pages=pages,
             limit=self._limit(request),
             budget=budget,
             auto=auto,
@@ -371,6 +388,8 @@ class Scheduler:
             length=cached,
             node=node,
             kept=len(shared),
+            generated=len(waited.generated),
+            room=self._roomy(request, len(pages), budget),
         )
 
     def _allocate(self, pages: int) -> list[int]:
@@ -402,6 +421,7 @@ class Scheduler:
         ones of the answer."""
         seq.length += count
         seq.tokens += tokens
+        seq.generated += len(tokens)
         self._keep(seq)
 
     def _keep(self, seq: Sequence) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwood.config import PAGE_SIZE
-from draftwood.engine.request import MAX_BIASES, SamplingParams
+from draftwood.engine.request import MAX_BIASES
 from draftwood.engine.scheduler import Growth, Start, StepPlan
 from draftwood.kernels.accept.ref import Params
 from draftwood.kernels.rows.ref import Places, State
@@ -26,6 +26,8 @@ from draftwood.model.cuda.keys import PIECE, Key, Sizes
 
 FLOOR_IDS = keys.FLOOR_IDS
 """Most end tokens of a row."""
+BRIDGED = 1 << 18
+"""Bytes between two stretches of page tables that are sent with them: a copy takes the host 10 us, as long as these take PCIe."""
 _OWN_NOISE = 0x5DEECE66D
 """Flips bits of a seed where the drafter is asked for noise of its own."""
 Fields = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
@@ -91,20 +93,49 @@ class Mirror:
         self._there.copy_(staged, non_blocking=True)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """What the host knows of a running row."""
+class _Running:
+    """What the host knows of the running rows; arrays are by row, so that a step of many gathers them at once."""
 
-    params: SamplingParams
-    numbers: NDArray[np.float32]
-    bias: tuple[NDArray[np.int32], NDArray[np.float32]]
-    penalised: bool
-    floor: NDArray[np.int32]
-    """Tokens that may not be chosen before there are `min_tokens`."""
-    generated: int
-    """Tokens of the answer that were known when the row began."""
-    drafts: bool
-    """False when nobody will ever want the drafter's context."""
+    def __init__(self, rows: int) -> None:
+        self.numbers = np.zeros((rows, 8), np.float32)
+        self.top_k, self.logprobs = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        self.seeds, self.draft_seeds = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        self.history = np.full(rows, -1, np.int64)
+        """The row whose line of history it reads, itself, or -1."""
+        self.drafts = np.zeros(rows, bool)
+        """False when nobody will ever want the drafter's context."""
+        self.known = np.zeros(rows, np.int64)
+        """Committed tokens of the rows' prompts; lengths beyond are the device's."""
+        self.floor_from = np.zeros(rows, np.int64)
+        """Tokens of the answer that are still to come, when a row begins, before its end tokens may be chosen."""
+        self.floor_ends = np.zeros(rows, np.int64)
+        """Tokens of prompt and answer from which on that is; 0 until its prompt is known."""
+        self.floors: dict[int, NDArray[np.int32]] = {}
+        """Tokens that may not be chosen before, where there are any."""
+        self.biases: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}
+
+    def begin(self, start: Start, stop_ids: frozenset[int], own_noise: bool) -> None:
+        """A row is taken over."""
+        row, params = start.row, start.params
+        self.numbers[row, :6] = (params.temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty,
+                                 params.repetition_penalty)  # fmt: skip
+        self.top_k[row], self.logprobs[row] = min(params.top_k, (1 << 31) - 1), params.logprobs or 0
+        self.seeds[row] = params.seed or 0
+        self.draft_seeds[row] = self.seeds[row] ^ (_OWN_NOISE if own_noise else 0)
+        self.history[row] = row if params.counts_tokens else -1
+        self.drafts[row], self.known[row] = start.drafts, start.cached
+        self.floor_from[row], self.floor_ends[row] = params.min_tokens - len(start.generated), 0
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else stop_ids)
+        self._keep(self.floors, row, np.array(sorted(ends), np.int32) if params.min_tokens and ends else None)
+        bias = sorted(params.logit_bias.items())
+        pair = np.array([i for i, _ in bias], np.int32), np.array([v for _, v in bias], np.float32)
+        self._keep(self.biases, row, pair if bias else None)
+
+    @staticmethod
+    def _keep(given: dict[int, Any], row: int, value: Any) -> None:
+        given.pop(row, None)
+        if value is not None:
+            given[row] = value
 
 
 @dataclass(frozen=True)
@@ -129,17 +160,15 @@ class DeviceRows:
     def __init__(
         self, sizes: Sizes, rows: int, sink: int, vocab: int, device: torch.device, noise: str, stop_ids: Iterable[int] = ()
     ) -> None:
-        self._stop_ids, self._ends = frozenset(stop_ids), dict[int, int]()
-        """The model's end tokens; and by row the tokens of prompt and answer from which on they may be chosen."""
+        self._stop_ids = frozenset(stop_ids)
+        """The model's end tokens."""
         self.sizes, self.vocab, self.device, self._noise = sizes, vocab, device, noise
         self.state = State(
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.zeros(rows, vocab, dtype=torch.int32, device=device),
         )
-        self._rows: dict[int, _Row] = {}
-        self._known: dict[int, int] = {}
-        """Committed tokens of the rows' prompts; lengths beyond are the device's."""
+        self._rows = _Running(rows)
         self._steady: object = None
         """What the last step sent was made of, if all its rows decoded; but for their budgets."""
         self._budgets: tuple[int, ...] = ()
@@ -150,6 +179,8 @@ class DeviceRows:
         places, width = sizes.places, sizes.width
         self._inputs = Mirror(_fields(places, max(sizes.pieces, 1)), device)
         self._tables = torch.full((places, width), sink, dtype=torch.int32, device=device)
+        self._lines = np.full((places, width), sink, np.int32)
+        """The same as the host has sent it."""
         self._shown = np.full((places, 2), -1, np.int64)
         """Of each place: the row whose pages it has in `_tables`, and the version of them."""
         self._bias = Mirror([("ids", torch.int32, (rows * MAX_BIASES,)), ("values", torch.float32, (rows * MAX_BIASES,))], device)
@@ -162,23 +193,11 @@ class DeviceRows:
 
     def begin(self, start: Start) -> None:
         """Take a row over; its length and root come with the last piece of its prompt."""
-        params = start.params
-        numbers = np.zeros(8, np.float32)
-        numbers[:6] = (params.temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty,
-                       params.repetition_penalty)  # fmt: skip
-        bias = sorted(params.logit_bias.items())
-        ids, values = np.array([i for i, _ in bias], np.int32), np.array([v for _, v in bias], np.float32)
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._stop_ids)
-        floor = np.array(sorted(ends) if params.min_tokens else [], np.int32)
-        self._rows[start.row] = _Row(
-            params, numbers, (ids, values), params.counts_tokens, floor, len(start.generated), start.drafts
-        )
-        self._ends.pop(start.row, None)
-        self._known[start.row] = start.cached
+        self._rows.begin(start, self._stop_ids, self._noise == "own")
         self._pages[start.row] = self._sink
         self._pages[start.row, : len(start.pages)] = start.pages
         self._versions[start.row] += 1
-        if params.counts_tokens:
+        if start.params.counts_tokens:
             self._count(start)
 
     def grow(self, growth: Growth) -> None:
@@ -202,7 +221,7 @@ class DeviceRows:
         """The graph of a plan."""
         free = [budget for budget, chunk in zip(plan.budgets, plan.chunks, strict=True) if not chunk]
         begun = {start.row: start.drafts for start in plan.starts}
-        drafts = any(begun[row] if row in begun else self._rows[row].drafts for row in plan.rows)
+        drafts = any(begun[row] if row in begun else self._rows.drafts[row] for row in plan.rows)
         return self.sizes.key(max(len(free), 1), max(free, default=0), len(free) < len(plan.rows), drafts)
 
     def stage(self, plan: StepPlan, key: Key) -> Staged:
@@ -235,12 +254,12 @@ class DeviceRows:
                 results[i] = len(order)
                 order.append((i, at, min(PIECE, size - at), at + PIECE >= size and plan.emits[i]))
         for i in forced:
-            row, known = plan.rows[i], self._known[plan.rows[i]] + len(plan.chunks[i])
-            if plan.emits[i] and len(self._rows[row].floor):
-                self._ends[row] = known - self._rows[row].generated + self._rows[row].params.min_tokens
+            row = plan.rows[i]
+            if plan.emits[i] and row in self._rows.floors:
+                self._rows.floor_ends[row] = self._rows.known[row] + len(plan.chunks[i]) + self._rows.floor_from[row]
         self._fill(plan, order, len(free), key.budget)
         for i in forced:
-            self._known[plan.rows[i]] += len(plan.chunks[i])
+            self._rows.known[plan.rows[i]] += len(plan.chunks[i])
         return Staged(key, tuple(results[i] for i in range(len(plan.rows))))
 
     def rehearse(self, rows: int, budget: int, context: int, pages: int) -> None:
@@ -268,9 +287,9 @@ class DeviceRows:
         host = self._inputs.host
         return HostPlaces(host["forced"][:live].astype(bool), host["emits"][:live].astype(np.int64))
 
-    def logprobs(self, row: int) -> int:
-        """How many log-probabilities a row wants beside the chosen token's."""
-        return self._rows[row].params.logprobs or 0
+    def logprobs(self, rows: Sequence[int]) -> NDArray[np.int64]:
+        """How many log-probabilities each of some rows wants beside the chosen token's."""
+        return self._rows.logprobs[list(rows)]
 
     def silence(self) -> None:
         """Send a step without rows: a graph that runs on it touches nothing."""
@@ -282,30 +301,26 @@ class DeviceRows:
     def _fill(self, plan: StepPlan, order: list[tuple[int, int, int, bool]], free: int, budget: int) -> None:
         """order: of each place, its plan row, where its piece begins in the chunk, the piece's tokens, whether it emits. budget:
         most nodes beyond a root that the graph has room for."""
-        host, live = self._inputs.host, len(order)
-        ids = np.array([plan.rows[i] for i, *_ in order], np.int64)
-        known = [self._rows[row] for row in ids.tolist()]
+        host, live, rows = self._inputs.host, len(order), self._rows
+        which, at, size, emits = np.array(order, np.int64).T
+        ids = np.array(plan.rows, np.int64)[which]
         host["live"][0], host["free"][0] = live, free
-        host["ids"][:live] = ids
-        host["chunks"][:live] = [size for _, _, size, _ in order]
-        host["emits"][:live] = [emits for *_, emits in order]
+        host["ids"][:live], host["chunks"][:live], host["emits"][:live] = ids, size, emits
         host["forced"][:live] = np.arange(live) >= free
-        host["automatic"][:live] = [plan.auto[i] for i, *_ in order]
-        host["budgets"][:live] = [min(plan.budgets[i], budget) if not size else 0 for i, _, size, _ in order]
-        host["bases"][:live] = [self._known[plan.rows[i]] + at if size else 0 for i, at, size, _ in order]
-        host["offsets"][:live] = np.cumsum([0, *(size for _, _, size, _ in order)])[:-1]
-        host["numbers"][:live] = [row.numbers for row in known]
-        host["temperature"][:live] = host["numbers"][:live, 0]
-        host["top_k"][:live] = [min(row.params.top_k, (1 << 31) - 1) for row in known]
-        host["seeds"][:live] = [row.params.seed or 0 for row in known]
-        host["draft_seeds"][:live] = host["seeds"][:live] ^ (_OWN_NOISE if self._noise == "own" else 0)
-        host["history_rows"][:live] = np.where([row.penalised for row in known], ids, -1)
+        host["automatic"][:live] = np.array(plan.auto)[which]
+        host["budgets"][:live] = np.where(size == 0, np.minimum(np.array(plan.budgets)[which], budget), 0)
+        host["bases"][:live] = np.where(size > 0, rows.known[ids] + at, 0)
+        host["offsets"][:live] = np.cumsum(size) - size
+        host["numbers"][:live], host["temperature"][:live] = rows.numbers[ids], rows.numbers[ids, 0]
+        host["top_k"][:live], host["history_rows"][:live] = rows.top_k[ids], rows.history[ids]
+        host["seeds"][:live], host["draft_seeds"][:live] = rows.seeds[ids], rows.draft_seeds[ids]
+        host["floor_ends"][:live] = rows.floor_ends[ids]
         pieces = len(host["piece_places"])
         host["piece_places"][:] = np.minimum(free + np.arange(pieces), live - 1)
         host["pieces"][0] = live - free
-        host["floor_ends"][:live] = [self._ends.get(int(row), 0) for row in ids]
-        self._fill_floors([row.floor if emits else row.floor[:0] for row, (*_, emits) in zip(known, order, strict=True)])
-        self._fill_bias([row.bias if emits else None for row, (*_, emits) in zip(known, order, strict=True)])
+        places = list(zip(ids.tolist(), emits.tolist(), strict=True))
+        self._fill_floors([rows.floors.get(row) if emit else None for row, emit in places] if rows.floors else [])
+        self._fill_bias([rows.biases.get(row) if emit else None for row, emit in places] if rows.biases else [])
         self._inputs.send()
         self._show_pages(ids)
         if live > free:
@@ -324,17 +339,20 @@ class DeviceRows:
 
     def _send_tables(self, places: NDArray[np.int64], lines: NDArray[np.int32]) -> None:
         """Replace the page tables of places, ascending, by `lines`."""
-        staged = pinned(lines.nbytes, self.device).view(torch.int32).view(lines.shape)
-        staged.copy_(torch.from_numpy(lines))
-        for run in np.split(np.arange(len(places)), np.flatnonzero(np.diff(places) != 1) + 1):
-            first, count = int(places[run[0]]), len(run)
-            self._tables[first : first + count].copy_(staged[run[0] : run[0] + count], non_blocking=True)
+        self._lines[places] = lines
+        skipped = (np.diff(places) - 1) * self._lines[0].nbytes
+        for run in np.split(places, np.flatnonzero(skipped > BRIDGED) + 1):
+            part = slice(int(run[0]), int(run[-1]) + 1)
+            staged = pinned(self._lines[part].nbytes, self.device).view(torch.int32).view(-1, self.sizes.width)
+            staged.copy_(torch.from_numpy(self._lines[part]))
+            self._tables[part].copy_(staged, non_blocking=True)
 
     def _fill_bias(self, given: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]] | None]) -> None:
+        """given: of each place; none where no row has any."""
         pointers, at = self._inputs.host["bias_ptr"], 0
         pointers[0] = 0
         for place, bias in enumerate(given):
-            if bias is not None and len(bias[0]):
+            if bias is not None:
                 self._bias.host["ids"][at : at + len(bias[0])] = bias[0]
                 self._bias.host["values"][at : at + len(bias[0])] = bias[1]
                 at += len(bias[0])
@@ -343,12 +361,13 @@ class DeviceRows:
         if at:
             self._bias.send()
 
-    def _fill_floors(self, given: Sequence[NDArray[np.int32]]) -> None:
-        ends = np.cumsum([0, *(len(ids) for ids in given)])
+    def _fill_floors(self, given: Sequence[NDArray[np.int32] | None]) -> None:
+        """given: of each place; none where no row has any."""
+        ends = np.cumsum([0, *(0 if ids is None else len(ids) for ids in given)])
         self._inputs.host["floor_ptr"][: len(ends)] = ends
         self._inputs.host["floor_ptr"][len(ends) :] = ends[-1]
         if ends[-1]:
-            self._floors.host["ids"][: ends[-1]] = np.concatenate(given)
+            self._floors.host["ids"][: ends[-1]] = np.concatenate([ids for ids in given if ids is not None])
             self._floors.send()
 
     # --------------------------------------------------------------------------------------------- what kernels are given

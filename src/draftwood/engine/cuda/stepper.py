@@ -221,10 +221,13 @@ class CudaStepper:
     def _likeliest(self, plan: StepPlan, staged: Staged, step: CudaStep) -> Likeliest | None:
         """Look for the likeliest tokens of the rows that want them, a few rows of logits at a time; None where no row does. A row
         without a tree returns one token, so that one place is looked at."""
-        wants = [(i, self.rows.logprobs(row)) for i, row in enumerate(plan.rows) if plan.emits[i]]
+        wanted = self.rows.logprobs(plan.rows)
+        if not wanted.any():
+            return None
+        wants = [(i, n) for i, n in enumerate(wanted.tolist()) if n and plan.emits[i]]
         most, path = max((n for _, n in wants), default=0), step.results.path
         width = self.sizes.path
-        at = [(i, k) for i, n in wants if n for k in range(width if plan.budgets[i] else 1)]
+        at = [(i, k) for i, _ in wants for k in range(width if plan.budgets[i] else 1)]
         if not at:
             return None
         staged_places = pinned(8 * len(at), self.device).view(torch.int64)
