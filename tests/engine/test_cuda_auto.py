@@ -151,21 +151,32 @@ def test_the_hosts_time_of_a_step_is_what_it_does_not_wait(device):
     assert auto.pace.seconds(1) == 0
 
 
-def test_a_pause_of_the_caller_and_steps_with_prompts_are_not_the_hosts_pace():
+def test_a_pause_of_the_caller_and_steps_of_prompts_alone_are_not_the_hosts_pace():
     auto = automatic()
     auto.measure(lambda rows, nodes, context, trees: (0.001 * nodes, rows * nodes))
     paced(auto, 2, 0.005, 0.02)
-    known, prompts = auto.pace.seconds(2), decoding(1, chunk=(1, 2))
+    known, prompts = auto.pace.seconds(2), decoding(0, chunk=(1, 2))
     auto.begins(decoding(2), 1e6)  # nothing flew
     auto.begins(decoding(2), 1e6 + 1)  # nothing was read
     auto.pace.read()
     auto.begins(prompts, 2e6)
     auto.pace.read()
-    auto.begins(decoding(2), 3e6)  # what the step with prompts took
+    auto.begins(decoding(2), 3e6)  # what the step of a prompt took
     assert auto.pace.seconds(2) == known
     auto.pace.read()
     auto.begins(decoding(2), 4e6)
     assert known < auto.pace.seconds(2) <= 1.16 * known
+
+
+def test_rows_that_decode_beside_a_prompt_are_a_load_like_those_that_do_not():
+    auto = automatic()
+    auto.measure(lambda rows, nodes, context, trees: (0.001 * nodes, rows * nodes))
+    paced(auto, 1, 0.005, 0.0)
+    auto.begins(decoding(1), 9.993)
+    for step in range(400):
+        auto.begins(decoding(1, chunk=(1, 2) if step % 2 else ()), 10 + 0.007 * step)
+        auto.pace.read()
+    assert auto.pace.seconds(1) == pytest.approx(0.007, rel=0.01) and auto.pace.seconds(2) == 0
 
 
 def test_no_step_costs_less_than_it_takes_the_host():

@@ -289,7 +289,7 @@ class Engine:
         return Output(
             request_id=seq.request.id,
             token_ids=tuple(new[:taken]),
-            logprobs=None if wants is None else tuple(read.logprobs[place][:taken]),
+            logprobs=None if wants is None else tuple(read.logprobs[place, :taken].tolist()),
             finish_reason=reason,
             usage=usage,
             top_logprobs=read.top_of(place, taken, wants) if wants else None,
@@ -311,23 +311,24 @@ class Engine:
 
 @dataclass(frozen=True)
 class _Read:
-    """A step's result on the host, by row."""
+    """A step's result on the host, by row. What few rows want is left in tensors."""
 
     counts: list[int]
     emitted: list[int]
     tokens: list[list[int]]
-    logprobs: list[list[float]]
+    logprobs: Tensor
     nodes: list[int]
     top: tuple[Tensor, Tensor] | None
 
     @staticmethod
     def of(result: StepResult) -> _Read:
         path = result.path
+        emitted: list[int] = path.emitted.tolist()
         return _Read(
             counts=path.counts.tolist(),
-            emitted=path.emitted.tolist(),
-            tokens=path.tokens.tolist(),
-            logprobs=path.logprobs.tolist(),
+            emitted=emitted,
+            tokens=path.tokens[:, : max(emitted, default=0)].tolist(),
+            logprobs=path.logprobs,
             nodes=result.tree.counts.tolist(),
             top=result.top,
         )

@@ -8,7 +8,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from draftwood.config import MAX_BUDGET, STAGES
 from draftwood.errors import RequestError
@@ -231,9 +231,9 @@ class Usage:
         return self.decoded / self.steps if self.steps else 1.0
 
 
-@dataclass(frozen=True)
-class Output:
-    """What one step added to one request."""
+class Output(NamedTuple):
+    """What one step added to one request. A tuple, which is made in a fifth of the time that a frozen dataclass takes: every row of
+    every step has one."""
 
     request_id: int
     token_ids: tuple[int, ...]
@@ -243,4 +243,3 @@ class Output:
     """None while it runs; "stop", "length" or "abort" with its last tokens."""
     usage: Usage
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
-

@@ -74,6 +74,11 @@ class _Curve:
         return np.maximum.accumulate(np.maximum(self.near + (self.far - self.near) * part, self.near / 2))
 
 
+def _decoding(plan: StepPlan) -> int:
+    """Rows of a step that have no piece of a prompt."""
+    return len(plan.rows) - sum(map(bool, plan.chunks))
+
+
 def _linear(x: Sequence[float], y: Sequence[float], at: float) -> float:
     """The value at a place: linear between the points, x ascending, and along the outermost segments."""
     high = min(max(bisect_left(x, at), 1), len(x) - 1)
@@ -211,17 +216,17 @@ class AutoTrees:
 
     def begins(self, plan: StepPlan, now: float) -> None:
         """A step is about to be launched, at `now` seconds of a clock."""
-        decodes = self.budgets is not None and not any(plan.chunks)
-        self.pace.launched(self._load(len(plan.rows))[0] if decodes else None, now)
+        free = _decoding(plan)
+        self.pace.launched(self._load(free)[0] if free and self.budgets is not None else None, now)
 
     def sized(self, plan: StepPlan) -> StepPlan:
         """Set how much the automatic rows of a step grow; 0 where trees do not pay at this load."""
         if self.budgets is None or not any(plan.auto):
             return plan
-        load = self._load(sum(not chunk for chunk in plan.chunks))
+        load = self._load(_decoding(plan))
         self._keep_told(load[0], plan.longest)
         most = self.budgets.beside(*load) if any(plan.chunks) else self.budgets.next(*load)
-        budgets = tuple(min(b, most) if auto else b for b, auto in zip(plan.budgets, plan.auto, strict=True))
+        budgets = tuple([min(b, most) if auto else b for b, auto in zip(plan.budgets, plan.auto, strict=True)])
         return dataclasses.replace(plan, budgets=budgets, auto=plan.auto if most else (False,) * len(plan.auto))
 
     def learn(self, plan: StepPlan, key: Key, expected: Sequence[int], sized: Sequence[int], came: int) -> None:

@@ -24,7 +24,7 @@ class Pace:
 
     def launched(self, load: int | None, now: float) -> None:
         """A step is about to be launched at `now` seconds of a clock. What passed since the launch before, but for waiting, is that
-        step's, if a step has been read meanwhile and another flew. load None: not of any load, as with prompts."""
+        step's, if a step has been read meanwhile and another flew. load None: not of any load, as where no row decodes."""
         before = self._load
         if before is not None and load is not None and self._flying and self._read:
             took = max(now - self._began - self._waited, 0.0) / self._read

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,6 +91,16 @@ class Mirror:
         staged = pinned(len(self._here), self._device)
         staged.copy_(self._here)
         self._there.copy_(staged, non_blocking=True)
+
+
+class _Piece(NamedTuple):
+    """A part of a prompt's chunk that takes a place: of which plan row, where it begins in the chunk, its tokens, and if it returns
+    one."""
+
+    row: int
+    at: int
+    size: int
+    emits: bool
 
 
 class _Running:
@@ -245,19 +255,19 @@ class DeviceRows:
             return Staged(key, tuple(range(len(plan.rows))))
         self._steady, self._budgets = None if prompts else steady, budgets
         free = [i for i, chunk in enumerate(plan.chunks) if not chunk]
-        order = [(i, 0, 0, plan.emits[i]) for i in free]
+        pieces = list[_Piece]()
         results = {i: place for place, i in enumerate(free)}
         forced = [i for i, chunk in enumerate(plan.chunks) if chunk]
         for i in forced:
             size = len(plan.chunks[i])
             for at in range(0, size, PIECE):
-                results[i] = len(order)
-                order.append((i, at, min(PIECE, size - at), at + PIECE >= size and plan.emits[i]))
+                results[i] = len(free) + len(pieces)
+                pieces.append(_Piece(i, at, min(PIECE, size - at), at + PIECE >= size and plan.emits[i]))
         for i in forced:
             row = plan.rows[i]
             if plan.emits[i] and row in self._rows.floors:
                 self._rows.floor_ends[row] = self._rows.known[row] + len(plan.chunks[i]) + self._rows.floor_from[row]
-        self._fill(plan, order, len(free), key.budget)
+        self._fill(plan, free, pieces, key.budget)
         for i in forced:
             self._rows.known[plan.rows[i]] += len(plan.chunks[i])
         return Staged(key, tuple(results[i] for i in range(len(plan.rows))))
@@ -298,12 +308,15 @@ class DeviceRows:
             self._inputs.host[name][:] = 0
         self._inputs.send()
 
-    def _fill(self, plan: StepPlan, order: list[tuple[int, int, int, bool]], free: int, budget: int) -> None:
-        """order: of each place, its plan row, where its piece begins in the chunk, the piece's tokens, whether it emits. budget:
-        most nodes beyond a root that the graph has room for."""
-        host, live, rows = self._inputs.host, len(order), self._rows
-        which, at, size, emits = np.array(order, np.int64).T
-        ids = np.array(plan.rows, np.int64)[which]
+    def _fill(self, plan: StepPlan, decoding: list[int], pieces: list[_Piece], budget: int) -> None:
+        """decoding: plan rows of the first places; pieces: of those behind. budget: most nodes beyond a root that the graph has
+        room for."""
+        host, free, live, rows = self._inputs.host, len(decoding), len(decoding) + len(pieces), self._rows
+        which = np.array(decoding + [piece.row for piece in pieces], np.int64)
+        ids, size, at = np.array(plan.rows, np.int64)[which], np.zeros(live, np.int64), np.zeros(live, np.int64)
+        emits = np.array(plan.emits)[which]
+        if pieces:
+            _, at[free:], size[free:], emits[free:] = zip(*pieces, strict=True)
         host["live"][0], host["free"][0] = live, free
         host["ids"][:live], host["chunks"][:live], host["emits"][:live] = ids, size, emits
         host["forced"][:live] = np.arange(live) >= free
@@ -315,8 +328,7 @@ class DeviceRows:
         host["top_k"][:live], host["history_rows"][:live] = rows.top_k[ids], rows.history[ids]
         host["seeds"][:live], host["draft_seeds"][:live] = rows.seeds[ids], rows.draft_seeds[ids]
         host["floor_ends"][:live] = rows.floor_ends[ids]
-        pieces = len(host["piece_places"])
-        host["piece_places"][:] = np.minimum(free + np.arange(pieces), live - 1)
+        host["piece_places"][:] = np.minimum(free + np.arange(len(host["piece_places"])), live - 1)
         host["pieces"][0] = live - free
         places = list(zip(ids.tolist(), emits.tolist(), strict=True))
         self._fill_floors([rows.floors.get(row) if emit else None for row, emit in places] if rows.floors else [])
@@ -324,7 +336,7 @@ class DeviceRows:
         self._inputs.send()
         self._show_pages(ids)
         if live > free:
-            tokens = [token for i, at, size, _ in order if size for token in plan.chunks[i][at : at + size]]
+            tokens = [token for piece in pieces for token in plan.chunks[piece.row][piece.at : piece.at + piece.size]]
             self._prompt.host["tokens"][: len(tokens)] = tokens
             self._prompt.send()
 
@@ -340,9 +352,14 @@ class DeviceRows:
     def _send_tables(self, places: NDArray[np.int64], lines: NDArray[np.int32]) -> None:
         """Replace the page tables of places, ascending, by `lines`."""
         self._lines[places] = lines
-        skipped = (np.diff(places) - 1) * self._lines[0].nbytes
-        for run in np.split(places, np.flatnonzero(skipped > BRIDGED) + 1):
-            part = slice(int(run[0]), int(run[-1]) + 1)
+        part = slice(int(places[0]), int(places[-1]) + 1)
+        if (part.stop - part.start - len(places)) * self._lines[0].nbytes <= BRIDGED:
+            parts = [part]
+        else:
+            skipped = (np.diff(places) - 1) * self._lines[0].nbytes
+            runs = np.split(places, np.flatnonzero(skipped > BRIDGED) + 1)
+            parts = [slice(int(run[0]), int(run[-1]) + 1) for run in runs]
+        for part in parts:
             staged = pinned(self._lines[part].nbytes, self.device).view(torch.int32).view(-1, self.sizes.width)
             staged.copy_(torch.from_numpy(self._lines[part]))
             self._tables[part].copy_(staged, non_blocking=True)
