@@ -354,7 +354,7 @@ class DeviceRows:
         self._lines[places] = lines
         part = slice(int(places[0]), int(places[-1]) + 1)
         if (part.stop - part.start - len(places)) * self._lines[0].nbytes <= BRIDGED:
-            parts = [part]
+            parts = [part]  # nearly always, and np.split takes 20 us
         else:
             skipped = (np.diff(places) - 1) * self._lines[0].nbytes
             runs = np.split(places, np.flatnonzero(skipped > BRIDGED) + 1)
