@@ -60,18 +60,18 @@ def test_costs_of_steps_follow_the_longest_row():
     auto = automatic(2, 1 << 18)
     assert auto.contexts == (256, 16384)
     auto.measure(lambda rows, nodes, context, trees: (1 + 0.001 * nodes + rows * nodes * context / 1e6, rows * nodes))
-    near = auto.costs[2].seconds.clone()
+    near = auto.costs[2, False].seconds.clone()
     auto.sized(decoding(2, 200))
-    assert torch.equal(auto.costs[2].seconds, near)
+    assert torch.equal(auto.costs[2, False].seconds, near)
     auto.sized(decoding(2, 8192))
     for cap, size in enumerate(auto.caps):
         points = [n for n in NODES if n <= 1 + size]
         want = [1 + 0.001 * n + 2 * n * 8192 / 1e6 for n in points]
-        assert auto.costs[2].seconds[cap, : len(points)].tolist() == pytest.approx(want, rel=1e-5)
-        assert auto.costs[2].totals[cap, : len(points)].tolist() == [2 * n for n in points]
+        assert auto.costs[2, False].seconds[cap, : len(points)].tolist() == pytest.approx(want, rel=1e-5)
+        assert auto.costs[2, False].totals[cap, : len(points)].tolist() == [2 * n for n in points]
     assert auto.plain_seconds(2) == pytest.approx(1 + 0.001 + 2 * 8192 / 1e6)
     auto.sized(decoding(2, 100))
-    assert torch.equal(auto.costs[2].seconds, near)
+    assert torch.equal(auto.costs[2, False].seconds, near)
 
 
 def test_sizes_that_cannot_pay_are_neither_timed_nor_grown():
@@ -147,49 +147,54 @@ def test_the_hosts_time_of_a_step_is_what_it_does_not_wait(device):
     auto = automatic()
     auto.measure(lambda rows, nodes, context, trees: (0.001 * nodes, rows * nodes))
     paced(auto, 2, 0.005, device)
-    assert auto.pace.seconds(2) == pytest.approx(0.005)
-    assert auto.pace.seconds(1) == 0
+    assert auto.pace.seconds((2, False)) == pytest.approx(0.005)
+    assert auto.pace.seconds((1, False)) == 0
 
 
 def test_a_pause_of_the_caller_and_steps_of_prompts_alone_are_not_the_hosts_pace():
     auto = automatic()
     auto.measure(lambda rows, nodes, context, trees: (0.001 * nodes, rows * nodes))
     paced(auto, 2, 0.005, 0.02)
-    known, prompts = auto.pace.seconds(2), decoding(0, chunk=(1, 2))
+    known, prompts = auto.pace.seconds((2, False)), decoding(0, chunk=(1, 2))
     auto.begins(decoding(2), 1e6)  # nothing flew
     auto.begins(decoding(2), 1e6 + 1)  # nothing was read
     auto.pace.read()
     auto.begins(prompts, 2e6)
     auto.pace.read()
     auto.begins(decoding(2), 3e6)  # what the step of a prompt took
-    assert auto.pace.seconds(2) == known
+    assert auto.pace.seconds((2, False)) == known
     auto.pace.read()
     auto.begins(decoding(2), 4e6)
-    assert known < auto.pace.seconds(2) <= 1.16 * known
+    assert known < auto.pace.seconds((2, False)) <= 1.16 * known
 
 
-def test_rows_that_decode_beside_a_prompt_are_a_load_like_those_that_do_not():
-    auto = automatic()
-    auto.measure(lambda rows, nodes, context, trees: (0.001 * nodes, rows * nodes))
-    paced(auto, 1, 0.005, 0.0)
-    auto.begins(decoding(1), 9.993)
+def test_what_prompts_beside_them_take_the_host_is_a_load_of_its_own():
+    """Three steps of four with a prompt, which takes twice as long: in those larger trees are free."""
+    auto = automatic(4)
+    auto.measure(lambda rows, nodes, context, trees: (1e-4 * rows * nodes, rows * nodes))
+    now = 0.0
+    auto.begins(decoding(4), now)
     for step in range(400):
-        auto.begins(decoding(1, chunk=(1, 2) if step % 2 else ()), 10 + 0.007 * step)
+        auto.begins(decoding(4, chunk=(1, 2) if step % 4 else ()), now)
+        now += 0.02 if step % 4 else 0.01
         auto.pace.read()
-    assert auto.pace.seconds(1) == pytest.approx(0.007, rel=0.01) and auto.pace.seconds(2) == 0
+    auto.sized(decoding(4))
+    for prompts, seconds in ((False, 0.01), (True, 0.02)):
+        assert auto.pace.seconds((4, prompts)) == pytest.approx(seconds, rel=0.01)
+        assert float(auto.costs[4, prompts].seconds.min()) == pytest.approx(seconds, rel=0.01)
 
 
 def test_no_step_costs_less_than_it_takes_the_host():
     """Ten times as long as the device needs for the largest trees: these cost nothing, and they are grown."""
     auto = automatic(4)
     auto.measure(lambda rows, nodes, context, trees: (1e-3 + 1e-4 * rows * nodes + 1e-3 * trees / 64, rows * nodes))
-    measured = auto.costs[4].seconds.clone()
+    measured = auto.costs[4, False].seconds.clone()
     auto.sized(decoding(4))
-    assert torch.equal(auto.costs[4].seconds, measured)
+    assert torch.equal(auto.costs[4, False].seconds, measured)
     paced(auto, 4, 0.3, 0.03)
     plan = auto.sized(decoding(4))
-    assert auto.costs[4].seconds.unique().tolist() == pytest.approx([0.3])
-    assert auto.costs[2].seconds.max() < 0.1, "of other loads nothing is known"
+    assert auto.costs[4, False].seconds.unique().tolist() == pytest.approx([0.3])
+    assert auto.costs[2, False].seconds.max() < 0.1, "of other loads nothing is known"
     for _ in range(300):
         size = auto.caps.index(max(plan.budgets))
         key = auto._sizes.key(4, max(plan.budgets), False)
@@ -198,7 +203,7 @@ def test_no_step_costs_less_than_it_takes_the_host():
     assert max(plan.budgets) == 64
     paced(auto, 4, 1e-6, 0.03, steps=600)
     auto.sized(decoding(4))
-    assert torch.equal(auto.costs[4].seconds, measured)
+    assert torch.equal(auto.costs[4, False].seconds, measured)
 
 
 def told(auto: AutoTrees, plan: StepPlan, tokens: float, came: int) -> None:

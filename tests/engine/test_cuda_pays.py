@@ -153,7 +153,7 @@ class Run:
         trees.counts.fill_(1 + cap)
         one, heat = torch.tensor([rows], dtype=torch.int32), torch.zeros(rows)
         flags = torch.ones(rows, dtype=torch.uint8)
-        sizes_ref.fit(one, one, flags, trees, heat, auto.calibration, auto.costs[graph], sizes_ref.CAPS.index(cap), fitted)
+        sizes_ref.fit(one, one, flags, trees, heat, auto.calibration, auto.costs[graph, False], sizes_ref.CAPS.index(cap), fitted)
         path = accept_op.allocate_path(rows, 1 + DEPTH, "cpu")
         for r, text in enumerate(texts):
             walked = self.texts[text].walk(int(trees.counts[r]) - 1, self._g.random(DEPTH), self.true)

@@ -89,12 +89,12 @@ def _linear(x: Sequence[float], y: Sequence[float], at: float) -> float:
 @dataclass(frozen=True)
 class _Told:
     """What the device was told of steps of one number of rows, where rows have `context` tokens: by size totals and seconds, none
-    below `host`, which is not in `seconds`. Lists, since a step asks for single numbers."""
+    below what it takes the host alone or beside prompts, which is not in `seconds`. Lists, since a step asks for single numbers."""
 
     context: float
     totals: list[list[int]]
     seconds: list[list[float]]
-    host: float
+    hosts: tuple[float, float]
 
     def drafted(self, size: int, nodes: int) -> float:
         """Seconds of a step of so many nodes in all."""
@@ -112,12 +112,12 @@ class AutoTrees:
         self.contexts = (near, min(FAR, context // 2)) if context >= 4 * near else (near,)
         self.counts = [min(r, rows) for r in sizes.rows]
         self.calibration = sizes_op.allocate(device)
-        self.costs = {r: self._empty() for r in sizes.rows}
-        """By rows of a graph."""
+        self.costs = {(r, prompts): self._empty() for r in sizes.rows for prompts in (False, True)}
+        """By rows of a graph, and by whether it has pieces of prompts: the host takes longer then."""
         self.budgets: Budgets | None = None
         """None until costs are known."""
         self.pace = Pace()
-        """Of the host, by rows of a graph."""
+        """Of the host, by rows of a graph and whether there are prompts."""
         self._plain: list[list[float]] = []
         self._curves: list[list[_Curve]] = []
         """By number of rows and size, as far as sizes may pay."""
@@ -143,7 +143,8 @@ class AutoTrees:
         self.calibration.ratio.fill_(1)
         self.budgets, self._expected, self._came = Budgets(self.caps), 0.0, 0.0
         for rows, curves in zip(self._sizes.rows, self._curves, strict=True):
-            self._send(self.costs[rows].totals, np.array(self._filled([c.totals for c in curves]), np.int32))
+            for prompts in (False, True):
+                self._send(self.costs[rows, prompts].totals, np.array(self._filled([c.totals for c in curves]), np.int32))
             self._tell(rows, self.contexts[0])
 
     def _measured(self, time: Time, count: int, plain: float) -> list[_Curve]:
@@ -178,9 +179,15 @@ class AutoTrees:
         nothing costs less than it takes the host. A step of another load tells its own."""
         curves, part = self._curves[self._sizes.rows.index(rows)], self._part(context)
         seconds = [c.seconds(part).tolist() for c in curves]
-        found = _Told(context, [c.totals.tolist() for c in curves], seconds, self.pace.seconds(rows))
-        self._send(self.costs[rows].seconds, np.maximum(np.array(self._filled(seconds), np.float32), np.float32(found.host)))
+        found = _Told(context, [c.totals.tolist() for c in curves], seconds, self._hosts(rows))
+        for prompts, host in zip((False, True), found.hosts, strict=True):
+            told = np.maximum(np.array(self._filled(seconds), np.float32), np.float32(host))
+            self._send(self.costs[rows, prompts].seconds, told)
         self._told[rows] = found
+
+    def _hosts(self, rows: int) -> tuple[float, float]:
+        """What a step of the graphs with so many rows takes the host, alone and beside prompts."""
+        return self.pace.seconds((rows, False)), self.pace.seconds((rows, True))
 
     @staticmethod
     def _filled(by_size: list[Any]) -> list[Any]:
@@ -190,9 +197,12 @@ class AutoTrees:
     def _keep_told(self, rows: int, longest: int) -> None:
         """Tell the costs of a load anew, if contexts have grown or shrunk, or if the host has become faster or slower and that
         matters: the device is done before it."""
-        found, context, host = self._told[rows], max(longest, self.contexts[0]), self.pace.seconds(rows)
+        found, context = self._told[rows], max(longest, self.contexts[0])
         moved = len(self.contexts) > 1 and not found.context / MOVED <= context <= found.context * MOVED
-        paced = max(host, found.host) > found.seconds[0][0] and not found.host / MOVED <= host <= found.host * MOVED
+        paced = any(
+            max(now, told) > found.seconds[0][0] and not told / MOVED <= now <= told * MOVED
+            for now, told in zip(self._hosts(rows), found.hosts, strict=True)
+        )
         if moved or paced:
             self._tell(rows, context)
 
@@ -217,7 +227,8 @@ class AutoTrees:
     def begins(self, plan: StepPlan, now: float) -> None:
         """A step is about to be launched, at `now` seconds of a clock."""
         free = _decoding(plan)
-        self.pace.launched(self._load(free)[0] if free and self.budgets is not None else None, now)
+        load = (self._load(free)[0], free < len(plan.rows)) if free and self.budgets is not None else None
+        self.pace.launched(load, now)
 
     def sized(self, plan: StepPlan) -> StepPlan:
         """Set how much the automatic rows of a step grow; 0 where trees do not pay at this load."""
@@ -244,7 +255,7 @@ class AutoTrees:
             return
         self._expected = FADES * self._expected + expected[tried] / ONE
         self._came = FADES * self._came + came
-        told, host = self._told[key.rows], self.pace.seconds(key.rows)
+        told, host = self._told[key.rows], self._hosts(key.rows)[0]
         plain = max(self.plain_seconds(rows), host)
         bias = (self._came + SURE) / (self._expected + SURE)
         lasted = [max(told.drafted(c, sized[c]), host) / plain for c in range(tried + 1)]

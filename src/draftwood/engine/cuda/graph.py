@@ -227,7 +227,7 @@ class CudaStep:
         if auto is not None:
             heat, automatic = rows.given("temperature", self.places), rows.given("automatic", self.places)
             counters = (rows.given("live", 1), rows.given("free", 1))
-            costs, own = auto.costs[self.key.rows], CAPS.index(self.key.budget)
+            costs, own = auto.costs[self.key.rows, self.key.prompts], CAPS.index(self.key.budget)
             sizes_op.fit(*counters, automatic, self.trees, heat, auto.calibration, costs, own, self.results.fitted)
 
     def _verify(self) -> None:

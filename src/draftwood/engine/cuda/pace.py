@@ -6,6 +6,8 @@ node that only fills this wait costs nothing: small models with many rows are th
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 PULL = 0.05
 """Weight of an interval beside those before."""
 MOST = 4.0
@@ -13,16 +15,16 @@ MOST = 4.0
 
 
 class Pace:
-    """Running averages of the host's seconds a step, by load: any number that names one, such as the rows of a graph."""
+    """Running averages of the host's seconds a step, by load: anything that names one, such as the rows of a graph."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-        self._load: int | None = None
+        self._seconds: dict[Hashable, float] = {}
+        self._load: Hashable | None = None
         """Of the last step that was launched."""
         self._began = self._waited = 0.0
         self._flying = self._read = 0
 
-    def launched(self, load: int | None, now: float) -> None:
+    def launched(self, load: Hashable | None, now: float) -> None:
         """A step is about to be launched at `now` seconds of a clock. What passed since the launch before, but for waiting, is that
         step's, if a step has been read meanwhile and another flew. load None: not of any load, as where no row decodes."""
         before = self._load
@@ -42,6 +44,6 @@ class Pace:
         self._flying -= 1
         self._read += 1
 
-    def seconds(self, load: int) -> float:
+    def seconds(self, load: Hashable) -> float:
         """What a step takes the host at this load; 0 while nothing is known."""
         return self._seconds.get(load, 0.0)

@@ -318,7 +318,7 @@ class Flying:
             constraint.commit(views["tokens"][at[i], : views["emitted"][at[i]]].tolist())
         nodes, counts = np.where(forced, chunks, views["nodes"][at]), np.where(forced, chunks, views["counts"][at])
         path = Path(
-            nodes=torch.from_numpy(self._paths(views["path"][at], chunks)),
+            nodes=torch.from_numpy(self._paths(views["path"], at, chunks)),
             counts=torch.from_numpy(counts),
             tokens=torch.from_numpy(views["tokens"][at]),
             emitted=torch.from_numpy(views["emitted"][at]),
@@ -330,8 +330,11 @@ class Flying:
         top = None if self.top is None else self.top.of(len(at), self.width)
         return StepResult(self._tree(at, nodes, chunks), path, {}, None, top, prints)
 
-    def _paths(self, found: NDArray[np.int64], chunks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Paths as wide as the longest chunk, whose path is all of it."""
+    def _paths(self, all_found: NDArray[np.int64], at: NDArray[np.int64], chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Paths as wide as the longest chunk, whose path is all of it; without nodes unless the trees were traced."""
+        if not self.arrays:
+            return np.zeros((len(at), 0), np.int64)
+        found = all_found[at]
         if not chunks.any():
             return found
         out = np.full((len(chunks), max(found.shape[1], int(chunks.max()))), -1, np.int64)
