@@ -7,9 +7,10 @@ and of trees up to each size) and by nodes in it. No step costs less than it tak
 from __future__ import annotations
 
 import dataclasses
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,13 @@ class _Curve:
 
 def _decoding(plan: StepPlan) -> int:
     """Rows of a step that have no piece of a prompt."""
-    return len(plan.rows) - sum(map(bool, plan.chunks))
+    return plan.chunks.count(())
+
+
+@functools.lru_cache(64)
+def _limited(budgets: tuple[int, ...], auto: tuple[bool, ...], most: int) -> tuple[int, ...]:
+    """Budgets, those of automatic rows at most `most`. Kept, for steps are alike: 13 us for 64 rows otherwise, in every one."""
+    return tuple([min(budget, most) if chosen else budget for budget, chosen in zip(budgets, auto, strict=True)])
 
 
 def _linear(x: Sequence[float], y: Sequence[float], at: float) -> float:
@@ -95,6 +102,8 @@ class _Told:
     totals: list[list[int]]
     seconds: list[list[float]]
     hosts: tuple[float, float]
+    plain: dict[int, float] = field(default_factory=dict)
+    """Of plain steps, by rows, as far as it has been asked for."""
 
     def drafted(self, size: int, nodes: int) -> float:
         """Seconds of a step of so many nodes in all."""
@@ -213,9 +222,13 @@ class AutoTrees:
 
     def plain_seconds(self, rows: int) -> float:
         """What a step of so many rows takes the device, between the numbers that were timed, at the context that was told."""
-        part = self._part(self._told[self._load(rows)[0]].context)
-        plain = [max(times[0] + (times[-1] - times[0]) * part, times[0] / 2) for times in self._plain]
-        return plain[0] if len(plain) == 1 else _linear(self.counts, plain, min(max(rows, self.counts[0]), self.counts[-1]))
+        told = self._told[self._load(rows)[0]]
+        if rows not in told.plain:
+            part = self._part(told.context)
+            plain = [max(times[0] + (times[-1] - times[0]) * part, times[0] / 2) for times in self._plain]
+            least, most = self.counts[0], self.counts[-1]
+            told.plain[rows] = plain[0] if len(plain) == 1 else _linear(self.counts, plain, min(max(rows, least), most))
+        return told.plain[rows]
 
     # --------------------------------------------------------------------------------------------------- how much to grow
 
@@ -237,7 +250,7 @@ class AutoTrees:
         load = self._load(_decoding(plan))
         self._keep_told(load[0], plan.longest)
         most = self.budgets.beside(*load) if any(plan.chunks) else self.budgets.next(*load)
-        budgets = tuple([min(b, most) if auto else b for b, auto in zip(plan.budgets, plan.auto, strict=True)])
+        budgets = _limited(plan.budgets, plan.auto, most)
         return dataclasses.replace(plan, budgets=budgets, auto=plan.auto if most else (False,) * len(plan.auto))
 
     def learn(self, plan: StepPlan, key: Key, expected: Sequence[int], sized: Sequence[int], came: int) -> None:

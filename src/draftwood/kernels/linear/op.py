@@ -124,7 +124,7 @@ def linear(
         return out
     device = x.device.index
     chosen = plan.form_for(shape, n, _machine_of(device)) if form is None else form
-    if (fed := chosen.entry == "linear_fed") and not _stores_four(out, residual):
+    if (fed := chosen.entry == "linear_fed") and not _stores_lines(out, residual):
         chosen, fed = plan.unfed(shape), False
     streams = chosen.entry == "linear_stream"
     if norm is not None:
@@ -143,7 +143,7 @@ def linear(
          np.int32(n), np.int32(shape.outputs), np.int32(shape.inputs), np.int32(chosen.groups(shape)),
          np.int64(strides[0]), np.int64(strides[1]), np.int64(out.stride(0)),
          np.int64(out.stride(1) if heads else 0), np.int32(out.dtype == torch.float32),
-         *(tail if streams else (np.int32(shape.heads),) * fed)),
+         *(tail if streams else (np.int32(shape.heads), np.int32(plan.segments(shape).bit_length() - 1)) if fed else ())),
         chosen.shared, pdl=True,
     )  # fmt: skip
     return out
@@ -188,9 +188,9 @@ def _check(x: Tensor, shape: Shape, out: Tensor, wanted: tuple[int, ...], residu
         raise ValueError("x, out, residual and rows must be on one device")
 
 
-def _stores_four(out: Tensor, residual: Tensor | None) -> bool:
-    """Whether four results of a row may be stored at once, as fed forms do."""
-    return all(t.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in t.stride()[:-1]) for t in (out, residual) if t is not None)
+def _stores_lines(out: Tensor, residual: Tensor | None) -> bool:
+    """Whether 16 bytes of a row of results may be stored at once, as fed forms do."""
+    return all(t.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in t.stride()[:-1]) for t in (out, residual) if t is not None)
 
 
 def _check_norm(weight: Tensor, shape: Shape, streams: bool) -> None:

@@ -277,22 +277,28 @@ def gmma_forms(shape: Shape, tiles: int, passes: int = 1) -> tuple[Form, ...]:
 
 FED_TILES = {False: (8, 9, 12, 16, 18, 20, 22), True: (8, 9, 12, 16, 18, 20, 22, 24, 32)}
 """8-row tiles of x of a block of the fed kernel; more of them fit into registers where K is one segment (True)."""
+HELD = 3
+"""Steps of x as rows that the fed kernel has on their way. 2 was slower for most forms; 4 was faster for w_uv at 288 rows (9.3 us for
+10.0) and slower at 1152 (42.5 for 37.3)."""
 FED_FORMS = 4
 """Its forms that are worth measuring for a shape and a number of rows."""
 _PORT = 64
 """Bytes a clock that reach a multiprocessor of an H200 from L2, what others' copies bring it included."""
-_L2 = 58
-"""Bytes a clock that each multiprocessor of an H200 may ask of L2: o asked for 60 where nothing was shared, and lost 4 %."""
-_SHARED = {(1, 1): 1.0, (2, 1): 0.98, (4, 1): 0.96, (1, 2): 1.05, (2, 2): 0.97}
-"""What sharing weights along the tokens and tokens across the rows was seen to do beyond what is counted: o at 512 and 576 rows."""
+_SHARED = ((1, 1), (2, 1), (2, 2))
+"""Blocks of a cluster that share weights along the tokens, and tokens across the rows. By counting all are even, and the first is
+taken: (2, 1) was .5 % slower in the middle of 272 measured pairs, (2, 2) 1.2 % of 221; where K is long they gain up to 20 %."""
 
 
 def _fed_form(shape: Shape, tiles: int, groups: int, along: int, across: int, arranged: int) -> Form:
-    slot = tiles * 1024 + groups * 8192 + 16
-    depth = min(8, H200.block // slot)
-    cut = {"SEGMENTS": segments(shape), "TILES": tiles, "GROUPS": groups}
-    macros = _macros(shape, **cut, ALONG=along, ACROSS=across, DEPTH=depth, ARRANGED=arranged)
-    return Form("linear_fed", macros, 128 * (groups + 1), depth * slot, 64 * groups, 8 * tiles, along * across)
+    slot, several = tiles * 1024 + groups * 8192 + 16, segments(shape) > 1
+    beside = 0 if shape.glu else groups * -(-tiles // 2) * 1024  # results on their way out
+    held = {} if arranged else {"HELD": HELD}
+    if held:
+        beside += HELD * -(-tiles // 4) * 4096
+    depth = min(8, (H200.block - beside) // slot)
+    knobs = {"TILES": tiles, "GROUPS": groups, "ALONG": along, "ACROSS": across, "ARRANGED": arranged}
+    macros = _macros(shape, **knobs, **held, SEVERAL=int(several), DEPTH=depth)
+    return Form("linear_fed", macros, 128 * (groups + 1), depth * slot + beside, 64 * groups, 8 * tiles, along * across)
 
 
 ARRANGE = Form("linear_arrange", (), 256, 0, 1024, 8, 1)
@@ -318,15 +324,13 @@ def arranged_values(shape: Shape, n: int, machine: Machine = H200) -> int:
 
 
 def _fed_clocks(shape: Shape, n: int, form: Form) -> float:
-    """Clocks of an H200 for n rows of x: in each round of tiles a step takes what the busiest of tensor cores and L2 needs, and x
-    as rows 110 clocks for 8 tokens."""
+    """Clocks of an H200 for n rows of x: in each round of tiles a step takes what the tensor cores need or the port, and x as rows
+    300 clocks and 55 for 8 tokens."""
     m = dict(form.macros)
     tiles, groups = m["TILES"], m["GROUPS"]
-    w, x = groups * 8192, tiles * 1024
-    step = max(16 * tiles * groups, (w + x) / _PORT, (w / m["ALONG"] + x / m["ACROSS"]) / _L2)
-    step *= _SHARED[m["ALONG"], m["ACROSS"]]
+    step = max(16 * tiles * groups, (groups * 8192 + tiles * 1024) / _PORT)
     if not m["ARRANGED"]:
-        step = max(step, 300 + 110 * tiles)
+        step = max(step, 300 + 55 * tiles)
     rounds = -(-form.fed_tiles(shape, n) // H200.slots(1, form.cluster))
     x_bytes = n * shape.inputs * shape.heads * 2
     moved = shape.nbytes + x_bytes + n * shape.outputs * shape.heads * 2
@@ -341,10 +345,10 @@ def fed_forms(shape: Shape, n: int) -> tuple[Form, ...]:
     single = segments(shape) == 1
     for tiles, groups, arranged in itertools.product(FED_TILES[single], (1, 2), (1, 0)):
         passes, blocks = -(-n // (8 * tiles)), -(-shape.outputs // (64 * groups))
-        if not arranged and (tiles > 20 or shape.heads == 1):
+        if not arranged and (tiles > 24 or shape.heads == 1):
             continue  # only heads have so much x for so few rows of weights that it should not be copied first
         for along, across in _SHARED:
-            if along <= passes and across <= blocks:
+            if along <= passes and across <= blocks and (tiles, along) != (22, 2):  # those spill
                 fits.append(_fed_form(shape, tiles, groups, along, across, arranged))
     return tuple(sorted(fits, key=lambda form: round(_fed_clocks(shape, n, form), -2)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -150,7 +151,7 @@ def test_every_form_sums_the_segments_of_its_shape() -> None:
             for form in plan.forms_for(shape, n, machine) + (plan.candidates(shape, n) if machine == plan.H200 else ()):
                 macros = dict(form.macros)
                 fed = form.entry == "linear_fed"
-                assert (macros["SEGMENTS"] if fed else macros["CLUSTER"] * macros.get("KWARPS", 1)) == s
+                assert macros["SEVERAL"] == (s > 1) if fed else macros["CLUSTER"] * macros.get("KWARPS", 1) == s
                 assert form.shared <= machine.block
                 grid = form.grid(shape, n)
                 assert grid[1] < 65536 and grid[2] < 65536
@@ -158,7 +159,7 @@ def test_every_form_sums_the_segments_of_its_shape() -> None:
                 if fed:
                     assert 0 < grid[0] <= machine.slots(1, form.cluster) and grid[0] % form.cluster == 0
                     assert plan.arranged_tokens(form, n) in (0, *range(n, n + form.tokens * macros["ALONG"]))
-                    assert macros["DEPTH"] >= 4
+                    assert macros["DEPTH"] >= 3
                 else:
                     assert grid[1] * form.tokens >= n
 
@@ -271,6 +272,25 @@ def test_unfit_tensors_are_refused_in_one_line() -> None:
         op.linear(torch.zeros(2, 64), weight)
     with pytest.raises(ValueError, match="rows must be one int32"):
         op.linear(torch.zeros(2, 64, dtype=torch.bfloat16), weight, rows=torch.zeros(1))
+
+
+def _every_silu(folder: Path) -> jit.Source:
+    """A kernel that counts the floats, of all there are, whose silu in fed.cu differs from fold.cuh's."""
+    file = folder / "every_silu.cu"
+    file.write_text(
+        f'#include "{op._FOLDER}/fed.cu"\n'
+        'extern "C" __global__ void every_silu(int* differ) {\n'
+        "  for (u64 i = blockIdx.x * 256 + threadIdx.x; i < 1ull << 32; i += gridDim.x * 256) {\n"
+        "    const float g = __uint_as_float((u32)i);\n"
+        "    if (__float_as_uint(silu(g)) != __float_as_uint(silu_at_once(g))) atomicAdd(differ, 1);\n"
+        "  }\n"
+        "}\n"
+    )
+    return jit.Source(file, "every_silu", {"GLU": 1})
+
+
+def test_the_comparison_of_every_silu_compiles(tmp_path: Path) -> None:
+    assert jit.build(_every_silu(tmp_path), "sm_90a").spill_bytes == 0
 
 
 # --------------------------------------------------------------------------------------------------------- on a device
@@ -403,6 +423,14 @@ class TestOnDevice:
                 for _ in range(500):
                     op.linear(x, weight, out, rows=rows)
                 assert torch.equal(_bits(out[:live]), _bits(want[:live])) and bool((out[live:] == 7).all()), (name, live)
+
+    def test_a_swiglu_of_many_rows_has_the_bits_of_a_division_for_every_gate(self, tmp_path: Path) -> None:
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("fed forms are an H200's")
+        built = jit.Kernel(_every_silu(tmp_path), 0)
+        differ = torch.zeros(1, dtype=torch.int32, device="cuda")
+        built(132 * 8, 256, (differ,))
+        assert int(differ) == 0
 
     def test_offsets_past_two_to_the_31(self) -> None:
         shape = Shape(163840, 7168)
