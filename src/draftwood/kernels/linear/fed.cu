@@ -40,7 +40,7 @@
 #endif
 
 constexpr int BLOCK = 4 * GROUPS, WSLOT = BLOCK * 2048, XSLOT = TILES * 1024, SLOT = WSLOT + XSLOT, COPIERS = 4;
-constexpr int MINE = (TILES + COPIERS - 1) / COPIERS, HELD_STEP = MINE * COPIERS * 1024;       // x as rows: tiles of a producer's warp
+constexpr int MINE = (TILES + COPIERS - 1) / COPIERS, HELD_STEP = MINE * COPIERS * 1024;   // x as rows: tiles of a producer's warp
 // Registers: two groups that multiply take what the producer's gives back; one has enough.
 constexpr int PRODUCES = ARRANGED ? 40 : 72, MULTIPLIES = (504 - PRODUCES) / 16 * 8;
 
@@ -177,8 +177,8 @@ __device__ __forceinline__ void multiply(const Block& block, const Peers& peers,
 }
 
 // The producer's warps: weights of the first tile before the wait, then everything. held: where rows of x are on their way.
-__device__ __forceinline__ void feed(Block& block, const bf16* X, const int* rows, int n, int K, long long x_stride, long long x_head,
-                                     u32 held) {
+__device__ __forceinline__ void feed(Block& block, const bf16* X, const int* rows, int n, int K, long long x_stride,
+                                     long long x_head, u32 held) {
   const Weighs weights(block, (threadIdx.x >> 5) - 4 * GROUPS);
   if (block.ahead && elected()) {
     const Tile tile = block.all.at(block.begin, n);
@@ -192,12 +192,13 @@ __device__ __forceinline__ void feed(Block& block, const bf16* X, const int* row
   else if (elected()) feed_ordered(block, weights, X, x_stride);
 }
 
-// Grid: clusters of ALONG * ACROSS blocks, as many as there are tiles or run at once. Arguments as linear_wide's, the heads, and cuts:
-// K is 1 << cuts segments. groups = ceil(N / 16 / BLOCK). ARRANGED: x_stride = tokens of X, a multiple of 8 TILES ALONG. y's rows
-// start on 16 bytes (fp32: on 4). Shared memory: DEPTH * (SLOT + 16) bytes, HELD * HELD_STEP where x comes as rows, and GROUPS * RESULTS
-// but for a SwiGLU. A slot: x, then weights. `full`: its bytes are there (and x, by those who put it in order); `empty`: all warps that
-// multiply, of every block that copies here or is copied to, have read it. Weights of the first tile are asked for before anything else;
-// if the device's count of rows leaves no tokens for that tile, its first DEPTH steps are skipped over.
+// Grid: clusters of ALONG * ACROSS blocks, as many as there are tiles or run at once. Arguments as linear_wide's, the heads, and
+// cuts: K is 1 << cuts segments. groups = ceil(N / 16 / BLOCK). ARRANGED: x_stride = tokens of X, a multiple of 8 TILES ALONG. y's
+// rows start on 16 bytes (fp32: on 4). Shared memory: DEPTH * (SLOT + 16) bytes, HELD * HELD_STEP where x comes as rows, and
+// GROUPS * RESULTS but for a SwiGLU. A slot: x, then weights. `full`: its bytes are there (and x, by those who put it in order);
+// `empty`: all warps that multiply, of every block that copies here or is copied to, have read it. Weights of the first tile are
+// asked for before anything else; if the device's count of rows leaves no tokens for that tile, its first DEPTH steps are skipped
+// over.
 extern "C" __global__ void TOGETHER_SHAPE __launch_bounds__(128 * (GROUPS + 1), 1)
 linear_fed(const unsigned char* W, const bf16* X, void* Y, const bf16* residual, const int* rows, int n, int N, int K,
            int groups, long long x_stride, long long x_head, long long y_stride, long long y_head, int wide, int heads, int cuts) {
@@ -242,7 +243,8 @@ linear_fed(const unsigned char* W, const bf16* X, void* Y, const bf16* residual,
       void* const y = wide ? (void*)((float*)Y + y0) : (void*)((bf16*)Y + y0);
       const Output out = {y, residual ? residual + y0 : nullptr, y_stride, wide != 0};
       const auto& sums = SEVERAL ? total : acc;
-      if (!GLU && !out.wide) store_lines(sums, out, results + warp / 4 * RESULTS, row_tile & ~3, block.row_tiles, tile.first, block.n);
+      if (!GLU && !out.wide)
+        store_lines(sums, out, results + warp / 4 * RESULTS, row_tile & ~3, block.row_tiles, tile.first, block.n);
       else if (on) store(sums, out, row_tile * 16, tile.first, block.n);
     }
   }

@@ -49,8 +49,8 @@ inline void store16_if(bool on, void* to, const uint4& v) { if (on) *(uint4*)to 
 inline uint4 load16_if(bool on, const void* from) { return on ? *(const uint4*)from : uint4{0, 0, 0, 0}; }
 #else
 constexpr int SAME_ROWS = ALONG, SAME_TOKENS = ACROSS;
-// Of a whole warp one lane, always the same one, and the compiler knows that it is one: by a comparison of lanes it makes each copy of
-// the copy engine a loop over lanes (some 130 clocks instead of 10; q_a at 288 rows 28.9 us instead of 25.3).
+// Of a whole warp one lane, always the same one, and the compiler knows that it is one: by a comparison of lanes it makes each copy
+// of the copy engine a loop over lanes (some 130 clocks; q_a at 288 rows 28.9 us instead of 25.3).
 __device__ __forceinline__ bool elected() {
   int yes;
   asm volatile("{ .reg .pred p; elect.sync _|p,0xffffffff; selp.b32 %0,1,0,p; }" : "=r"(yes));
@@ -62,8 +62,8 @@ __device__ __forceinline__ void barriers_begun() {
   if (ALONG * ACROSS > 1) asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
   else __syncthreads();
 }
-// By all threads: nobody leaves while others copy to it or tell its barriers. Released, or what a thread has told last could reach a
-// block that has left: a launch failure, which blocks that only skip tiles met at once.
+// By all threads: nobody leaves while others copy to it or tell its barriers. Released, or what a thread has told last could reach
+// a block that has left: a launch failure, which blocks that only skip tiles met at once.
 __device__ __forceinline__ void cluster_end() {
   if (ALONG * ACROSS > 1) asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
@@ -99,8 +99,8 @@ __device__ __forceinline__ void store_chunks(u32 at, uint4 v) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};"
                ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Two 8 x 8 matrices of 16-bit values, two of row g in lane (g, q): column c becomes the 16 bytes at the address that lane c gives, of
-// the second one lane 8 + c.
+// Two 8 x 8 matrices of 16-bit values, two of row g in lane (g, q): column c becomes the 16 bytes at the address that lane c
+// gives, of the second one lane 8 + c.
 __device__ __forceinline__ void store_turned(u32 at, u32 a, u32 b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0],{%1,%2};" ::"r"(at), "r"(a), "r"(b) : "memory");
 }

@@ -278,8 +278,8 @@ def gmma_forms(shape: Shape, tiles: int, passes: int = 1) -> tuple[Form, ...]:
 FED_TILES = {False: (8, 9, 12, 16, 18, 20, 22), True: (8, 9, 12, 16, 18, 20, 22, 24, 32)}
 """8-row tiles of x of a block of the fed kernel; more of them fit into registers where K is one segment (True)."""
 HELD = 3
-"""Steps of x as rows that the fed kernel has on their way. 2 was slower for most forms; 4 was faster for w_uv at 288 rows (9.3 us for
-10.0) and slower at 1152 (42.5 for 37.3)."""
+"""Steps of x as rows that the fed kernel has on their way. 2 was slower for most forms; 4 was faster for w_uv at 288 rows (9.3 us
+for 10.0) and slower at 1152 (42.5 for 37.3)."""
 FED_FORMS = 4
 """Its forms that are worth measuring for a shape and a number of rows."""
 _PORT = 64
