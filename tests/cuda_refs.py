@@ -111,10 +111,15 @@ class Refs:
         return out
 
     def add_norm(
-        self, x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None, index: Tensor | None = None,
+        self, x: Tensor, weight: Tensor, eps: float, delta: Tensor | norm_op.Parts | None = None, index: Tensor | None = None,
         residual: Tensor | None = None, tap: Tensor | None = None, out: Tensor | None = None, rows: Tensor | None = None,
+        early: int = norm_op.EARLY_ROWS,
     ) -> Tensor:  # fmt: skip
         n, width = (x.shape[0] if index is None else index.shape[0]), x.shape[-1]
+        if isinstance(delta, norm_op.Parts):
+            assert residual is x and index is None and rows is not None
+            norm_op._parts_fit(delta, n, width)
+            delta = torch.cat((self.sums, x.new_zeros(n - len(self.sums), width)))
         out = torch.empty(n, width, dtype=BF16) if out is None else out
         norm_op._rows_fit("x", x, None, width)
         for name, given in (("delta", delta), ("residual", residual), ("tap", tap), ("out", out)):
@@ -171,11 +176,12 @@ class Refs:
     def moe_int4(
         self, x: Tensor, weights: repack.Packed, lists: route_op.Lists, live: Tensor, shared: Tensor | None, out: Tensor,
         work: moe_op.Workspace, plan: moe_op.Plan, rows: int | None = None, pdl: bool = True, early: bool = False,
+        summed: bool = True,
     ) -> None:  # fmt: skip
         n = x.shape[0] if rows is None else rows
-        moe_op.Call(x, weights, lists, live, shared, out, work, plan, n).check()
+        moe_op.Call(x, weights, lists, live, shared, out, work, plan, n, summed=summed).check()
         crew = moe_op.HOPPER[plan.gate_up].file == "crew"
-        self.calls.add("moe_int4", (2 if moe_op.HOPPER[plan.down].sums else 3) + crew)
+        self.calls.add("moe_int4", (2 if plan.sums or not summed else 3) + crew)
         count = _live(live, n)
         dense = self._unpacked(weights, dict)
 
@@ -187,7 +193,9 @@ class Refs:
 
         if count:
             y = _experts(x[:count], get, lists.experts[:count].long(), lists.weights[:count], lists.first, lists.held)
-            out[:count] = (y if shared is None else y + shared[:count].double()).to(BF16)
+            self.sums = (y if shared is None else y + shared[:count].double()).to(BF16)
+            if summed:
+                out[:count] = self.sums
 
     def head_norm_rope(
         self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, turns: Tensor, lengths: Tensor, kv_heads: int, eps: float,

@@ -36,7 +36,7 @@ SMALL = {
     "moe_int4": "test_padding_rows and 384 or test_result_matches_float64 and [1- and 256 or test_small_experts",
     "moe_route": "test_padding_rows or test_one_launch and True-shape1",
     "norm_rope": "test_latents_reach_their_slots or test_rotary_parts or test_norms_with_their_residual[9- or "
-    "test_heads_are_normed and 1-1-64 or test_accepted_tokens and 3-2-64-32",
+    "test_heads_are_normed and 1-1-64 or test_accepted_tokens and 3-2-64-32 or test_a_sum_over and 384-4-33",
     "rows": "(test_places_become_lengths or test_rows_move_on) and 5-8-13 or test_synthetic and 2.5",
     "sizes": "test_sizes_are_the_references and 1-1-flat-1 or test_what_was_accepted and 3-5",
     "tree": "test_ties_and_hostile or test_flattened_nodes_are_the_references[1] or "

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftwood.kernels.moe_int4 import op as moe_op
 from draftwood.kernels.norm_rope import op, ref
 from draftwood.model import layers
 from draftwood.model.config import RopeConfig
@@ -27,6 +28,10 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def _count(n: int) -> Tensor:
+    return torch.tensor([n], dtype=torch.int32)
 
 
 def _turns(positions: int, width: int, amplitude: float = 1.0) -> Tensor:
@@ -135,3 +140,20 @@ def test_accepted_tokens_reach_the_ring_and_nothing_else(layers_: int, kv_heads:
     op.ring_write(kv, weights, turns, lengths, counts, ids, keys, values, EPS, pairs)
     _same(keys, want_k)
     assert torch.equal(values, want_v)
+
+
+@emulated
+@pytest.mark.parametrize(("width", "topk"), [*op.SUMMED, (1536, 3), (384, 10)])
+def test_a_sum_over_experts_and_the_norm_after_it_have_the_bits_of_the_two(width: int, topk: int) -> None:
+    n, live = 5, 4
+    y, weights = _random(n * topk, width).float() * 1.1, _random(n, topk, seed=1).float().abs()
+    y[2], weights[0, 2] = float("nan"), 0
+    x, shared, weight, rows = _random(n, width, seed=2), _random(n, width, seed=3), _random(width, seed=4), _count(live)
+    combine = Emulated(moe_op._combine_variant(moe_op.Shape(width, 128, topk)).source)
+    delta = torch.full_like(x, 7)
+    combine((n, -(-width // 1024)), 256, (y, weights, shared, rows, delta))
+    kept, taps, want = x.clone(), torch.full((n, 2 * width), 7, dtype=BF16), torch.full_like(x, 7)
+    op.add_norm(kept, weight, EPS, delta, residual=kept, tap=taps[:, :width], rows=rows, out=want)
+    mine, tapped, got = x.clone(), torch.full_like(taps, 7), torch.full_like(x, 7)
+    op.add_norm(mine, weight, EPS, op.Parts(y, weights, shared), residual=mine, tap=tapped[:, :width], rows=rows, out=got)
+    assert torch.equal(mine, kept) and torch.equal(tapped, taps) and torch.equal(got, want)

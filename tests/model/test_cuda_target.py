@@ -180,6 +180,22 @@ def test_more_nodes_than_the_router_takes_go_through_it_in_parts(cuda_refs: Call
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
+def test_norms_that_sum_over_experts_give_what_a_sum_of_its_own_gives(cuda_refs: Calls, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    ours, bucket = target(), Bucket(2, 40, 80, 80, 128)
+    rows = [Row(0, 0, prompt(38, 1), chain(38)), Row(1, 0, prompt(6, 2), chain(6))]
+    found = []
+    for summed in (True, False):
+        if not summed:
+            monkeypatch.setattr(work, "SUMMED", range(0))
+        ours.reserve([bucket])
+        poison(ours)
+        memory = Memory(ours.config, 2, 2, "cpu")
+        forward = ours.bind(bucket)
+        assert forward.norms_sum is summed
+        found.append(Step.make(bucket, rows, memory).run(forward, memory.cache))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
 def test_ranks_together_are_the_whole(cuda_refs: Calls) -> None:  # noqa: F811
     """Two by two: experts are placed whole on pairs of ranks, which cut their columns. Sums are added, logits joined."""
     bucket, world = Bucket(2, 16, 32, 32, 128), 4

@@ -75,7 +75,7 @@ def _shared_first(self: Forward, index: int, mlp: Any, nodes: Any) -> None:
     w, plan = self.work, self.plans[0]
     self._dense(mlp.shared, w.shared, nodes.total)
     route_op.route(w.normed, mlp.router, nodes.total, w.lists, plan.tile)
-    moe_op.moe_int4(w.normed, mlp.experts, w.lists, nodes.total, w.shared, w.delta, w.experts, plan)
+    moe_op.moe_int4(w.normed, mlp.experts, w.lists, nodes.total, w.shared, w.delta, w.experts, plan, summed=not self.norms_sum)
 
 
 def _shared_beside(self: Forward, index: int, mlp: Any, nodes: Any) -> None:
@@ -86,7 +86,7 @@ def _shared_beside(self: Forward, index: int, mlp: Any, nodes: Any) -> None:
         self._dense(mlp.shared, w.shared, nodes.total)
     route_op.route(w.normed, mlp.router, nodes.total, w.lists, plan.tile)
     main.wait_stream(side)
-    moe_op.moe_int4(w.normed, mlp.experts, w.lists, nodes.total, w.shared, w.delta, w.experts, plan)
+    moe_op.moe_int4(w.normed, mlp.experts, w.lists, nodes.total, w.shared, w.delta, w.experts, plan, summed=not self.norms_sum)
 
 
 @functools.cache

@@ -242,6 +242,11 @@ class Plan:
         return not alone or HOPPER[self.gate_up].file == HOPPER[self.down].file
 
     @property
+    def sums(self) -> bool:
+        """Whether the down part sums over a row's experts itself, so that no y of its pairs is left."""
+        return HOPPER[self.down].sums
+
+    @property
     def tile(self) -> int:
         """Most pairs of a job that both forms can take: what the lists are cut to."""
         return 8 * min(HOPPER[self.gate_up].tokens, HOPPER[self.down].tokens)
@@ -343,15 +348,17 @@ def moe_int4(
     rows: int | None = None,
     pdl: bool = True,
     early: bool = False,
+    summed: bool = True,
 ) -> None:
     """out[t] = sum over this rank's chosen experts of weight * expert(x[t]), + shared[t]; x, shared, out [rows, H] bfloat16.
 
     lists: as `route` made them with tile = plan.tile, for the same rows and live. live int32 [1]: rows of `out` that are
     written. shared may be None. early: lists and x are older than the kernel before, which waits for its own predecessor before
     it lets the next one start (the shared expert's, launched after the router): the first weights are then asked for while it
-    runs. Raises ValueError when shapes, types or capacities do not fit.
+    runs. summed: else y of every pair stays in work.y, for a norm that sums (norm_rope), and out is not written; not with a plan
+    that sums itself (`Plan.sums`). Raises ValueError when shapes, types or capacities do not fit.
     """
-    call = Call(x, weights, lists, live, shared, out, work, plan, x.shape[0] if rows is None else rows, pdl, early)
+    call = Call(x, weights, lists, live, shared, out, work, plan, x.shape[0] if rows is None else rows, pdl, early, summed)
     call.check()
     call.gate_up()
     call.down()
@@ -372,6 +379,7 @@ class Call:
     rows: int
     pdl: bool = True
     early: bool = False
+    summed: bool = True
 
     @property
     def shape(self) -> Shape:
@@ -396,15 +404,17 @@ class Call:
         self._launch("gate_up", self.plan.gate_up, args)
 
     def down(self) -> None:
-        """Launch the second product, if gate_up's launch has not done it, and the weighted sum over each row's experts."""
+        """Launch the second product, if gate_up's launch has not done it, and the sum over each row's experts, if asked for."""
         w, plan, work, lists = self.weights, self.plan, self.work, self.lists
         tail = (np.uint64(0) if self.shared is None else self.shared, self.live, self.out)
         args = (w.down, w.down_scale, work.h, *self._listed())
-        if HOPPER[plan.down].sums:
+        if plan.sums:
             self._launch("down", plan.down, (*args, lists.weights, *tail, np.int32(self.rows)))
             return
         if not self._joined:
             self._launch("down", plan.down, (*args, work.y, np.int32(1)))
+        if not self.summed:
+            return
         grid = (self.rows, -(-self.shape.hidden // 1024))
         kernel = _kernel("", "combine", self.shape, self.x.device.index or 0)
         kernel(grid, 256, (work.y, lists.weights, *tail), pdl=self.pdl)
@@ -434,6 +444,8 @@ class Call:
             raise ValueError(f"{n} rows asked, lists for {lists.rows}, workspace for {work.h.shape[0] // shape.topk}")
         if work.h.shape[1] != shape.width or work.y.shape[1] != shape.hidden:
             raise ValueError(f"workspace is for {work.y.shape[1]} x {work.h.shape[1]}, not {shape.hidden} x {shape.width}")
+        if self.plan.sums and not self.summed:
+            raise ValueError(f"{self.plan.down} sums over a row's experts itself and leaves no y; ask for the sum")
         if not self.plan.whole:
             raise ValueError(f"{self.plan.gate_up} and {self.plan.down} do not follow each other; let one form serve both parts")
         units = _joined_units(shape, HOPPER[self.plan.gate_up], most_jobs(n, shape.topk, lists.held, self.plan.tile))

@@ -1,16 +1,10 @@
 // RMSNorm of whole rows with the residual added and kept.
-#include "pieces.cuh"
+#include "norm.cuh"
 
-// One row per block of THREADS threads: grid n.
+// One row per block: grid n.
 // h = x[index ? index[row] : row] (+ delta[row], rounded); residual, tap <- h where given; y = norm(h) * weight.
 // index: rows of an embedding, or the rows that are wanted.  residual may be x when there is no index.
 // late: the next kernel starts when all has been read, for what it fetches would delay that; else before this one has waited.
-#ifndef THREADS
-#define THREADS 256
-#endif
-constexpr int CHUNKS = WIDTH / 8, OWN = (CHUNKS + THREADS - 1) / THREADS, WARPS = THREADS / 32;
-static_assert(WIDTH % 8 == 0 && THREADS % 32 == 0 && WARPS <= 32, "whole chunks and warps");
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)   // 1: else ptxas stops at 40 registers on sm_100a and spills
 rms_norm(const bf16* x, const bf16* delta, const bf16* weight, const long long* index, const int* rows, bf16* residual,
          bf16* tap, bf16* y, long long x_stride, long long delta_stride, long long residual_stride, long long tap_stride,
@@ -35,34 +29,14 @@ rms_norm(const bf16* x, const bf16* delta, const bf16* weight, const long long* 
     if (delta) more[i] = load16(delta + row * delta_stride + c);
   }
   if (row >= live) return;
-  float v[OWN][8], sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < OWN; i++) {
-    const int c = (tid + i * THREADS) * 8;
-    if (c >= WIDTH) continue;
-    unpack8(v[i], raw[i]);
-    if (delta) {
-      float d[8];
-      unpack8(d, more[i]);
-#pragma unroll
-      for (int k = 0; k < 8; k++) v[i][k] = rounded(v[i][k] + d[k]);
-    }
-    const uint4 h = pack8(v[i]);
+  auto chunk = [&](float (&v)[8], int i) {
+    unpack8(v, raw[i]);
+    if (delta) add8(v, more[i]);
+  };
+  auto keep = [&](int c, const uint4& h) {
     if (residual) store16(residual + row * residual_stride + c, h);
     if (tap) store16(tap + row * tap_stride + c, h);
-    sum += squares(v[i]);
-  }
-  sum = warp_sum(sum);
-  if ((tid & 31) == 0) sums[tid >> 5] = sum;
-  __syncthreads();
-  if (late) go_late();
-  sum = warp_sum((tid & 31) < WARPS ? sums[tid & 31] : 0.f);
-  const float scale = scale_of(sum, WIDTH, eps);
-#pragma unroll
-  for (int i = 0; i < OWN; i++) {
-    const int c = (tid + i * THREADS) * 8;
-    if (c >= WIDTH) continue;
-    normalise(v[i], scale, w[i]);
-    store16(y + row * y_stride + c, pack8(v[i]));
-  }
+  };
+  auto store = [&](int c, const uint4& values) { store16(y + row * y_stride + c, values); };
+  norm_row(w, eps, sums, chunk, keep, store, [&] { if (late) go_late(); });
 }

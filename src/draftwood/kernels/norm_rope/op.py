@@ -7,6 +7,7 @@ stands in the others does not matter.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,16 @@ _NULL = np.uint64(0)
 
 WIDTHS = (128, 384, 1536, 7168)
 """Query latents and hidden sizes of nano and K2.6."""
+SUMMED = ((384, 4), (7168, 8))
+"""Hidden sizes whose rows are summed over so many experts."""
 LATENTS = ((96, 16), (512, 64))
 """(latent, rotary key)."""
 HEAD_DIMS = (64, 128)
 """Of the drafters."""
-EARLY_ROWS = 8
+EARLY_ROWS, EARLY_QUERY_ROWS = 8, 132
 """Rows up to which a norm lets the next kernel start before it has waited: a product of few rows, whose rings then fill with
-weights (.1 ms of 10.7 for one row of K2.6). Beyond, what the next kernel fetches delays the norm (.3 of 23.1 for nine)."""
+weights (.1 ms of 10.7 for one row of K2.6). Beyond, what the next kernel fetches delays the norm (.3 of 23.1 for nine), but for
+that of queries, behind which q_b's rings fill (1.5 us of a layer at 17 to 128 rows; before the mlp it costs 5 to 8)."""
 
 
 def _threads(width: int) -> int:
@@ -40,6 +44,10 @@ def _norm_source(width: int) -> jit.Source:
     return jit.Source(_FOLDER / "norm.cu", "rms_norm", {"WIDTH": width, "THREADS": _threads(width)})
 
 
+def _sum_source(width: int, topk: int) -> jit.Source:
+    return jit.Source(_FOLDER / "sum.cu", "sum_norm", {"WIDTH": width, "THREADS": _threads(width), "TOPK": topk})
+
+
 def _rope_source(entry: str, **macros: int) -> jit.Source:
     return jit.Source(_FOLDER / "rope.cu", entry, macros)
 
@@ -47,6 +55,7 @@ def _rope_source(entry: str, **macros: int) -> jit.Source:
 def variants() -> list[Variant]:
     """Everything the launchers choose for K2.6, nano and their drafters."""
     found = [Variant(_norm_source(width), _threads(width), blocks=2) for width in WIDTHS]
+    found += [Variant(_sum_source(width, topk), _threads(width)) for width, topk in SUMMED]
     found += [Variant(_rope_source("turn_and_store", L_WIDTH=l, P_WIDTH=p), 128, blocks=8) for l, p in LATENTS]
     for entry in ("head_norm_rope", "ring_write"):
         found += [Variant(_rope_source(entry, D=d, PAIRS=pairs), 128, blocks=8) for d in HEAD_DIMS for pairs in (0, 1)]
@@ -71,6 +80,29 @@ def _rows_fit(name: str, x: Tensor | None, n: int | None, width: int) -> None:
         raise ValueError(f"{name} must be bf16 [{'rows' if n is None else n}, {width}]; it is {x.dtype} {tuple(x.shape)}")
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         raise ValueError(f"{name}: rows must be contiguous and start on 16 bytes; strides {x.stride()}")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A delta in parts: y float32 [n * k, H] of the experts of each row's k slots, weights float32 [n, k], shared bf16 [n, H].
+
+    All of it but y is older than the kernel before, which waits before it lets this one start. The sum is combine's (moe_int4):
+    sum of weights * y over slots in order, + shared, rounded to bf16. A slot of weight 0 is not read.
+    """
+
+    y: Tensor
+    weights: Tensor
+    shared: Tensor
+
+
+def _parts_fit(parts: Parts, n: int, width: int) -> None:
+    k = parts.weights.shape[-1]
+    for name, x, shape in (("y", parts.y, (n * k, width)), ("weights", parts.weights, (n, k))):
+        if x.dtype != torch.float32 or x.dim() != 2 or x.shape[0] < shape[0] or x.shape[1] != shape[1] or not x.is_contiguous():
+            raise ValueError(f"{name} must be float32 {list(shape)}, contiguous; it is {x.dtype} {tuple(x.shape)}")
+    _rows_fit("shared", parts.shared, n, width)
+    if not parts.shared.is_contiguous():
+        raise ValueError(f"shared must be contiguous; its strides are {parts.shared.stride()}")
 
 
 def _longs_fit(n: int, **given: Tensor | None) -> None:
@@ -101,33 +133,49 @@ def add_norm(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    delta: Tensor | None = None,
+    delta: Tensor | Parts | None = None,
     index: Tensor | None = None,
     residual: Tensor | None = None,
     tap: Tensor | None = None,
     out: Tensor | None = None,
     rows: Tensor | None = None,
+    early: int = EARLY_ROWS,
 ) -> Tensor:
     """h = x[index] + delta; write h to `residual` and `tap` where given; return norm(h) * weight [n, H].
 
-    x [n, H], or [any, H] with index int64 [n]; delta, residual, tap, out [n, H]; residual may be x without an index.
+    x [n, H], or [any, H] with index int64 [n]; delta, residual, tap, out [n, H]; residual may be x without an index. With a
+    delta in parts it must be, and rows must be given (older than the kernel before, too). early: up to so many rows the next kernel
+    may start before this one has waited (rule (b) of common.cuh).
     """
     width = x.shape[-1]
     n = x.shape[0] if index is None else index.shape[0]
     out = torch.empty(n, width, dtype=torch.bfloat16, device=x.device) if out is None else out
     _rows_fit("x", x, None, width)
-    for name, given in (("delta", delta), ("residual", residual), ("tap", tap), ("out", out)):
+    for name, given in (("residual", residual), ("tap", tap), ("out", out)):
         _rows_fit(name, given, n, width)
     _rows_fit("weight", weight.unsqueeze(0), 1, width)
     _longs_fit(n, index=index)
     _count_fits(rows)
     if width % 8 or not 8 <= width <= 8192:
         raise ValueError(f"rows of {width} values have no norm kernel; a multiple of 8 up to 8192 is needed")
+    if isinstance(delta, Parts):
+        if residual is not x or index is not None or rows is None:
+            raise ValueError("a delta in parts needs x as the residual, no index and a count of rows")
+        _parts_fit(delta, n, width)
+        if n:
+            _kernel(x.device.index, _sum_source, width, delta.weights.shape[1])(
+                n, _threads(width),
+                (delta.y, delta.weights, delta.shared, weight, rows, x, _or_null(tap), out, _stride(x), _stride(tap), _stride(out),
+                 np.float32(eps)),
+                pdl=True,
+            )  # fmt: skip
+        return out
+    _rows_fit("delta", delta, n, width)
     if n:
         _kernel(x.device.index, _norm_source, width)(
             n, _threads(width),
             (x, _or_null(delta), weight, _or_null(index), _or_null(rows), _or_null(residual), _or_null(tap), out, _stride(x),
-             _stride(delta), _stride(residual), _stride(tap), _stride(out), np.float32(eps), np.int32(n > EARLY_ROWS)),
+             _stride(delta), _stride(residual), _stride(tap), _stride(out), np.float32(eps), np.int32(n > early)),
             pdl=True,
         )  # fmt: skip
     return out

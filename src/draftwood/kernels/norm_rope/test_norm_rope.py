@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from draftwood.kernels import check, jit
+from draftwood.kernels.moe_int4 import op as moe_op
 from draftwood.kernels.norm_rope import op, ref
 
 EPS = 1e-5
@@ -32,6 +33,11 @@ def test_unfit_tensors_are_refused_in_one_line() -> None:
     x, weight = torch.zeros(2, 384, dtype=BF16), torch.zeros(384, dtype=BF16)
     with pytest.raises(ValueError, match="delta must be bf16"):
         op.add_norm(x, weight, EPS, delta=torch.zeros(3, 384, dtype=BF16))
+    parts = op.Parts(torch.empty(7, 384), torch.empty(2, 4), x)
+    with pytest.raises(ValueError, match="x as the residual, no index and a count of rows"):
+        op.add_norm(x, weight, EPS, parts)
+    with pytest.raises(ValueError, match=r"y must be float32 \[8, 384\]"):
+        op.add_norm(x, weight, EPS, parts, residual=x, rows=torch.ones(1, dtype=torch.int32))
     with pytest.raises(ValueError, match="index must be int64"):
         op.add_norm(x, weight, EPS, index=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="turns must be float32"):
@@ -88,6 +94,21 @@ class TestOnDevice:
         again = x.clone()
         assert torch.equal(_bits(op.add_norm(again, weight, EPS, delta, residual=again)), _bits(got))
         assert torch.equal(again, h)
+
+    @pytest.mark.parametrize("n", [1, 33, 132, 300])
+    @pytest.mark.parametrize(("width", "topk"), op.SUMMED)
+    def test_a_sum_over_experts_and_the_norm_after_it_have_the_bits_of_the_two(self, width: int, topk: int, n: int) -> None:
+        y, weights = _random(n * topk, width).float() * 1.1, _random(n, topk, seed=1).float().abs()
+        y[n * topk // 2], weights[n // 2, n * topk // 2 % topk] = float("nan"), 0
+        x, shared, weight, rows = _random(n, width, seed=2), _random(n, width, seed=3), _random(width, seed=4), _count(n)
+        combine = jit.Kernel(moe_op._combine_variant(moe_op.Shape(width, 128, topk)).source, 0)
+        delta, kept, mine = torch.empty_like(x), x.clone(), x.clone()
+        combine((n, -(-width // 1024)), 256, (y, weights, shared, rows, delta), pdl=True)
+        want = op.add_norm(kept, weight, EPS, delta, residual=kept, rows=rows)
+        tap = torch.zeros(n, 2 * width, dtype=BF16, device="cuda")
+        got = op.add_norm(mine, weight, EPS, op.Parts(y, weights, shared), residual=mine, tap=tap[:, width:], rows=rows)
+        assert torch.equal(_bits(got), _bits(want)) and torch.equal(_bits(mine), _bits(kept))
+        assert torch.equal(tap[:, width:], kept) and not tap[:, :width].any()
 
     def test_rows_of_an_embedding_are_gathered_past_two_to_the_31(self) -> None:
         table = torch.empty(1 << 19, 7168, dtype=BF16, device="cuda")

@@ -81,6 +81,10 @@ class _Nodes(NamedTuple):
     total: Tensor
 
 
+Pending = Tensor | norm_op.Parts | None
+"""What is still to be added to the residual stream."""
+
+
 class Forward:
     """The target's forward at one bucket."""
 
@@ -99,6 +103,7 @@ class Forward:
         self.plans = [moe_op.choose(experts, len(part), c.num_experts) for part in self.chunks] if c.num_moe_layers else []
         self.begins = torch.tensor([part.start for part in self.chunks], dtype=torch.int32, device=target.device)
         self.lives = torch.zeros_like(self.begins)
+        self.norms_sum = work.norms_sum(sizes, bucket.tokens)
         self.router = route_op.best_form(len(self.chunks[0]))
         self.routed: Tensor | None = None
         """Set to int32 [MoE layers, T, k] to have runs leave there which experts each live node chose in each layer."""
@@ -126,7 +131,7 @@ class Forward:
             torch.sub(flat.total, self.begins, out=self.lives)
             torch.clamp(self.lives, 0, len(self.chunks[0]), out=self.lives)
         self.attention.plan(lengths, counts, flat.starts[: b.rows])
-        pending: Tensor | None = None
+        pending: Pending = None
         for index, layer in enumerate(self.target.packed.layers):
             self._norm(index, layer.input_norm, pending, nodes)
             self._attend(layer, nodes, cache[index], table)
@@ -139,7 +144,7 @@ class Forward:
         self._norm(len(self.target.packed.layers), self.target.packed.norm, pending, nodes)
         return self._logits(nodes, verified), w.taps
 
-    def _norm(self, index: int, weight: Tensor, pending: Tensor | None, nodes: _Nodes) -> None:
+    def _norm(self, index: int, weight: Tensor, pending: Pending, nodes: _Nodes) -> None:
         """Norm the residual stream before layer `index`, having added `pending`; keep it as tap of the layer before."""
         w, eps, taps = self.work, self.config.rms_norm_eps, self.target.taps
         if index == 0:
@@ -166,7 +171,7 @@ class Forward:
         if norms_itself(layer.q_b.shape, self.bucket.tokens):
             linear_op.linear(low, layer.q_b, w.q.flatten(1), rows=total, scratch=w.ordered, norm=(layer.q_norm, c.latent_norm_eps))
         else:
-            norm_op.add_norm(low, layer.q_norm, c.latent_norm_eps, out=w.q_low, rows=total)
+            norm_op.add_norm(low, layer.q_norm, c.latent_norm_eps, out=w.q_low, rows=total, early=norm_op.EARLY_QUERY_ROWS)
             linear_op.linear(w.q_low, layer.q_b, w.q.flatten(1), rows=total, scratch=w.ordered)
         plain, rotary = w.q[..., : c.qk_nope_head_dim], w.q[..., c.qk_nope_head_dim :]
         linear_op.linear(plain, layer.absorb_k, w.q_latent, rows=total, scratch=w.ordered)
@@ -182,12 +187,15 @@ class Forward:
         else:
             linear_op.linear(values, layer.o, w.delta, rows=total, scratch=w.ordered)
 
-    def _mlp(self, index: int, mlp: PackedDense | PackedMoE, nodes: _Nodes) -> Tensor | None:
+    def _mlp(self, index: int, mlp: PackedDense | PackedMoE, nodes: _Nodes) -> Pending:
         """The MLP of layer `index` on the normed nodes. Returns what is still to be added to the residual stream, None if it has
         been."""
         w, total = self.work, nodes.total
         if isinstance(mlp, PackedMoE):
             self._moe(index, mlp, nodes)
+            if self.norms_sum:
+                assert w.lists is not None and w.experts is not None
+                return norm_op.Parts(w.experts.y, w.lists.weights, w.shared)
         elif self.alone:
             self._dense(mlp, w.x, total, residual=w.x)
             return None
@@ -208,7 +216,8 @@ class Forward:
         linear_op.linear(hidden, mlp.down, out, residual=residual, rows=total, scratch=w.ordered)
 
     def _moe(self, index: int, mlp: PackedMoE, nodes: _Nodes) -> None:
-        """Routed experts plus the shared one, to `delta`; the router takes so many nodes at a time (`work.chunks`).
+        """Routed experts plus the shared one, to `delta`, or if the next norm sums, to `experts.y` and `shared`; the router takes
+        so many nodes at a time (`work.chunks`).
 
         The router or its scores go first: that keeps few multiprocessors busy, and the shared expert's kernel loads weights
         meanwhile. Or, where that is faster, all or the rest runs beside that kernel, which has waited for what both need when
@@ -228,7 +237,8 @@ class Forward:
             if self.routed is not None:
                 self.routed[index - self.config.first_k_dense, part.start : part.stop] = w.lists.experts[: len(part)]
             # After the shared expert's second product the lists are older than the kernel before.
-            moe_op.moe_int4(x, mlp.experts, w.lists, live, shared, out, w.experts, plan, early=place == 0)
+            summed = not self.norms_sum
+            moe_op.moe_int4(x, mlp.experts, w.lists, live, shared, out, w.experts, plan, early=place == 0, summed=summed)
 
     def _logits(self, nodes: _Nodes, verified: tuple[Tensor, Tensor] | None) -> Tensor:
         w, packed = self.work, self.target.packed

@@ -12,6 +12,7 @@ from functools import reduce
 from draftwood.kernels.linear.plan import MACHINES, Shape, arranged_values, norms_itself
 from draftwood.kernels.mla_attention import sizes as attention
 from draftwood.kernels.mla_attention.sizes import Need
+from draftwood.kernels.moe_int4.sizes import few_rows
 from draftwood.kernels.moe_int4.sizes import launches as expert_launches
 from draftwood.model.config import DrafterConfig, ModelConfig
 from draftwood.model.costs import Table
@@ -20,6 +21,8 @@ from draftwood.parallel.layout import Layout
 
 PARTIALS = 1 << 30
 """Bytes that partial attention of a bucket may take; where more would be needed, blocks walk whole rows."""
+SUMMED = range(33, 133)
+"""Nodes for which, on one rank, the norm after the experts sums over them (a multiprocessor a node), not a kernel of its own."""
 MOST_ROUTED, MOST_ROUTED_TO_FEW, FEW_HELD, WHOLE_ROWS, TICKETS = 1024, 2304, 96, 128, 5
 """As in kernels/moe_route: nodes of one call of the router, of one for a rank that holds few experts, how many those are, nodes up
 to which it is one launch (else two), and numbers that the one launch counts with."""
@@ -283,6 +286,7 @@ def launches(sizes: Sizes, bucket: Bucket, arch: str, chosen: bool = False) -> T
     parts = [len(part) for part in chunks(bucket.tokens, len(sizes.experts))]
     several = {"router parts": 2} if len(parts) > 1 else {}
     columns, held, times = sizes.columns, len(sizes.experts), sizes.times()
+    experts = sum(expert_launches(n, columns, c.experts_per_token, held, c.num_experts, arch) for n in parts)
     found = {
         "attention plan": 1,
         "add_norm": (3 - norms_itself(sizes.linears()["q_b"], bucket.tokens)) * layers + 1 + chosen,
@@ -291,9 +295,14 @@ def launches(sizes: Sizes, bucket: Bucket, arch: str, chosen: bool = False) -> T
         "turn_and_store": layers,
         "attention": 2 * layers,
         "moe_route": moe * sum(1 if n <= WHOLE_ROWS else 2 for n in parts),
-        "moe_int4": moe * sum(expert_launches(n, columns, c.experts_per_token, held, c.num_experts, arch) for n in parts),
+        "moe_int4": moe * (experts - norms_sum(sizes, bucket.tokens)),
     }
     return tuple((name, n) for name, n in (found | several if c.num_moe_layers else found).items() if n)
+
+
+def norms_sum(sizes: Sizes, tokens: int) -> bool:
+    """Whether the norm after the experts of so many nodes sums over each node's experts, whose kernels then leave y of them all."""
+    return sizes.layout.world == 1 and tokens in SUMMED and tokens > few_rows(sizes.columns)
 
 
 def draft_launches(sizes: DraftSizes, bucket: DraftBucket, arch: str) -> Table:
