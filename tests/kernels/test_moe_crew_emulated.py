@@ -37,8 +37,8 @@ class Experts:
         self.x = torch.randn(-(-total // 4), size, generator=make).to(torch.bfloat16)
         self.pairs = torch.randperm(total, generator=make).int()
 
-    def run(self, form: op.Form, grid: int | None = None) -> torch.Tensor:
-        """y of every pair; grid: blocks of crew.cu, and None for a form with a block for every job."""
+    def run(self, form: op.Form, grid: int | None = None, beside: bool = False) -> torch.Tensor:
+        """y of every pair; grid: blocks of crew.cu, and None for a form with a block for every job; beside: of arrange.cu."""
         held = [[e] for e, count in enumerate(self.counts) for _ in range(count)]
         _, jobs = route_ref.lists(held, 0, len(self.counts), 8 * form.tokens)
         lists = (torch.tensor([*jobs, JUNK, JUNK], dtype=torch.int32), torch.tensor([len(jobs)], dtype=torch.int32), self.pairs)
@@ -52,8 +52,11 @@ class Experts:
             assert not lists[0][: len(jobs), 3].any() and not h.isnan().any()
             return y
         if form.file == "crew":
-            arrange = op._arrange_variant(self.shape)
-            Emulated(arrange.source)(len(x), arrange.threads, (self.x, x := torch.full_like(x, NAN)))
+            arrange, pairs = op._arrange_variant(self.shape), len(held)
+            x = torch.full((pairs + 1, self.shape.hidden), NAN, dtype=torch.bfloat16)
+            room = (np.int32(pairs), np.int32(len(lists[0])), np.int32(beside))
+            Emulated(arrange.source)(-(-pairs // op.ARRANGED), arrange.threads, (self.x, *lists, x, *room))
+            assert not x[:pairs].isnan().any() and x[pairs:].isnan().all()
         for part, args in (("gate_up", (w.gate_up, w.gate_up_scale, x, *lists, h)), ("down", (w.down, w.down_scale, h, *lists, y))):
             blocks = grid or (self.shape.rows(part) // form.block_rows, len(jobs))
             _kernel(form, part, self.shape)(blocks, form.threads, (*args, np.int32(1)))
@@ -69,7 +72,7 @@ def test_units_of_any_number_of_blocks_give_the_staged_bits(early: bool, monkeyp
     experts = Experts([13, 40, 3, 0, 29])
     want = experts.run(op.HOPPER["wider"])
     for grid in (1, 5, 40):
-        assert torch.equal(experts.run(SMALL, grid), want), grid
+        assert torch.equal(experts.run(SMALL, grid, early), want), grid
     if not early:  # a step of the loop takes four chunks
         experts = Experts([9, 20], WIDE)
         assert torch.equal(experts.run(BROAD, 3), experts.run(op.HOPPER["wider"]))

@@ -129,9 +129,9 @@ def prepare(shape: op.Shape, experts: int, n: int, plan: op.Plan, device: torch.
     x = torch.randn(n, shape.hidden, device=device, generator=made).to(torch.bfloat16)
     shared = torch.randn(n, shape.hidden, device=device, generator=made).to(torch.bfloat16)
     live = torch.tensor([n], dtype=torch.int32, device=device)
-    work, out = op.workspace(shape, n, device), torch.empty_like(shared)
+    works, out = [op.workspace(shape, n, device) for _ in range(2)], torch.empty_like(shared)  # early: not that of the call before
     found, lists = routings(experts, n, shape.topk), _lists(experts, n, shape.topk, plan.tile, device)
-    calls = [op.Call(x, packed, listed, live, shared, out, work, plan, n, early=early) for listed in lists]
+    calls = [op.Call(x, packed, lists[i], live, shared, out, works[i % 2], plan, n, early=early) for i in range(len(lists))]
     for call in calls:
         call.check()
     return Prepared(calls, found[-1])

@@ -1,11 +1,12 @@
 // W4A16 experts of scaled weights for many tokens each, by the warp-group products of sm_90: a crew of sixteen warps that multiply
-// and four that fetch. A warp that multiplies owns 16 rows x whole K and the ring of its weights, which the copy engine fills; it
+// and one that fetches. A warp that multiplies owns 16 rows x whole K and the ring of its weights, which the copy engine fills; it
 // meets the others only at the gates of x (`full`, `empty`), so one group of four warps expands weights while the products of
 // another run. Blocks stay: each takes every gridDim.x-th unit (256 rows of a job), and fetches for the next while results leave.
 //
-// x of gate_up comes with its words in the weights' order of k (arrange.cu): of 32 values, 16-byte chunk w holds for q = 0..3
-// word w of values 8 q .. 8 q + 7, what the four lanes of a B fragment read. h passes from part to part as the slots want it
-// (store_hidden), so both parts of a call are this form's.
+// x of gate_up and h come as the slots want them, a step of a job's tokens in a row (arrange.cu, store_hidden), so that the copy
+// engine fetches them: 4-byte words are in the weights' order of k, of 32 values 16-byte chunk w holds for q = 0..3 word w of
+// values 8 q .. 8 q + 7, what the four lanes of a B fragment read. So both parts of a call are this form's. Four warps that copied
+// 16 bytes a lane of rows of x took issue slots from those that multiply.
 //
 // Shared memory: CHUNKS chunks of x (SPAN slots of TOKENS*8 tokens x 128 B each, see ../warpgroup.cuh), DEPTH chunks of SPAN steps
 // of weights and scales for each warp that multiplies, the units of this block, the gates.
@@ -35,7 +36,6 @@ constexpr int CHUNK = SPAN * (TILE_BYTES + SCALE_BYTES), X_SLOT = TOKENS * 1024;
 constexpr u32 X_CHUNK = SPAN * X_SLOT, RINGS = CHUNKS * X_CHUNK, JOBS = RINGS + WARPS * DEPTH * CHUNK,
               FULL = JOBS + MOST_UNITS * 16, EMPTY = FULL + CHUNKS * 8, WEIGHTS = EMPTY + CHUNKS * 8;
 static_assert(Part<PART>::TILES % WARPS == 0, "a block's rows divide the expert's");
-static_assert(TOKENS <= 8 * FETCHERS, "a fetcher's tokens have a lane each");
 static_assert(ST % BODY == 0, "a unit ends with the last chunk of x");
 
 struct Weights { u32 a[4][4]; };               // A fragments of a step
@@ -92,43 +92,12 @@ struct Place {                                 // of a chunk of x
   u32 at, parity;
   __device__ __forceinline__ void next() { if (++at == CHUNKS) { at = 0; parity ^= 1; } }
 };
-// x of gate_up. Fetcher f has tokens f, f + 4, ...; a warp copies a chunk of one token at a time: lanes 8 s .. 8 s + 7 the 128 B of
-// step s.
-__device__ __forceinline__ void fetch_rows(u32 sm, const bf16* x, const int* pairs, int units) {
-  const int lane = threadIdx.x & 31, me = (threadIdx.x >> 5) - WARPS;
-  auto row_of = [&](int i) {                   // of the unit's token that this lane knows, in units of 16 bytes
-    if (i >= units) return 0u;
-    const Unit u = unit_at(sm, i);
-    return (u32)((input_row(x, load_new(pairs + u.first + min(me + FETCHERS * lane, u.count - 1))) - x) / 8);
-  };
-  u32 next = row_of(0);
-  Place place = {0, 1};
-  const u32 put = sm + (lane >> 3) * X_SLOT + me * 128 + (((lane & 7) ^ me) << 4);
-  for (int i = 0; i < units; i++) {
-    const int mine = (unit_at(sm, i).count - me + FETCHERS - 1) / FETCHERS;
-    const u32 row = next;
-    next = row_of(i + 1);
-    const bf16* from = x + lane * 8;
-    for (int chunk = 0; chunk < ST / SPAN; chunk++, from += SPAN * 64) {
-      mbarrier_wait(sm + EMPTY + place.at * 8, place.parity);
-      const u32 to = put + place.at * X_CHUNK;
-#pragma unroll 4
-      for (int k = 0; k < mine; k += 2) {
-        copy16_if(true, to + k * 512, from + (u64)__shfl_sync(ALL_LANES, row, k) * 8);
-        copy16_if(k + 1 < mine, (to + k * 512 + 512) ^ 64, from + (u64)__shfl_sync(ALL_LANES, row, k + 1 & 31) * 8);
-      }
-      mbarrier_arrive_copied(sm + FULL + place.at * 8);
-      place.next();
-    }
-  }
-}
-
-// h lies as the slots want it (see store_hidden): one thread asks the copy engine for a step's tokens at once.
-__device__ __forceinline__ void fetch_listed(u32 sm, const bf16* h, int units) {
+// x or h lies as the slots want it: an elected lane asks the copy engine for a step's tokens at once.
+__device__ __forceinline__ void fetch(u32 sm, const bf16* x, int units) {
   Place place = {0, 1};
   for (int i = 0; i < units; i++) {
     const Unit u = unit_at(sm, i);
-    const bf16* from = h + (long long)u.first * WIDTH;
+    const bf16* from = x + (long long)u.first * Part<PART>::K;
     for (int chunk = 0; chunk < ST / SPAN; chunk++) {
       mbarrier_wait(sm + EMPTY + place.at * 8, place.parity);
       mbarrier_expect(sm + FULL + place.at * 8, SPAN * u.count * 128);
@@ -264,10 +233,7 @@ __device__ __forceinline__ void multiply(u32 sm, Ring& r, u32& parity, const uin
       if (i % SPAN == 0 && (st || i)) warp_arrives(sm + EMPTY + (chunk + CHUNKS - 1) % CHUNKS * 8);
       expand_step(v, w, s);
       if ((i + 1) % SPAN) look((i + 1) % SPAN);
-      if (i % SPAN == 0) {
-        mbarrier_wait(sm + FULL + chunk * 8, parity);
-        if (PART) publish();                   // cp.async writes as a thread does, and tensor cores read otherwise
-      }
+      if (i % SPAN == 0) mbarrier_wait(sm + FULL + chunk * 8, parity);
       warpgroup_begin();
 #pragma unroll
       for (int k = 0; k < 4; k++) product<NT>(acc, v.a[k], columns_at(sm) + i * (X_SLOT / BYTES) + k * NEXT_K16);
@@ -306,7 +272,7 @@ ENTRY(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __re
   const int units = list_units(sm, jobs, njobs);
   if (threadIdx.x == 0) {
     for (int i = 0; i < CHUNKS; i++) {
-      mbarrier_begin(sm + FULL + i * 8, PART ? 32 * FETCHERS : 1);
+      mbarrier_begin(sm + FULL + i * 8, 1);
       mbarrier_begin(sm + EMPTY + i * 8, WARPS);
     }
     for (int i = 0; i < WARPS * DEPTH; i++) mbarrier_begin(sm + WEIGHTS + i * 8, 1);
@@ -315,10 +281,9 @@ ENTRY(const uint4* __restrict__ W, const uint2* __restrict__ S, const bf16* __re
   publish();                                   // list_units worked where the copy engine puts x
   __syncthreads();
   if (warp >= WARPS) {
-    give_registers<32>();
+    give_registers<32>();                      // a group of warps hands them over: a 17th warp alone would leave each 96
     pdl_wait();                                // x and h are the kernel before's
-    if constexpr (PART) fetch_rows(sm, x, pairs, units);
-    else if (threadIdx.x == 32 * WARPS) fetch_listed(sm, x, units);
+    if (warp == WARPS && elected()) fetch(sm, x, units);
     return;
   }
   take_registers<112>();

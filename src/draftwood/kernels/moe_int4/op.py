@@ -83,7 +83,7 @@ class Form:
 
     @property
     def threads(self) -> int:
-        """Threads of a block; split has a warp more, which sums, joined one and crew four, which fetch."""
+        """Threads of a block; split has a warp more, which sums, joined one and crew four, of which one thread fetches."""
         return 32 * (self.warps + {"split": 1, "joined": 1, "crew": 4}.get(self.file, 0))
 
     @property
@@ -164,8 +164,8 @@ class Form:
         return found | {"UNROLL": self.unroll} if self.unroll else found
 
 
-CREW_UNITS = 64
-"""Most units (block_rows of a job) that a block of crew.cu takes."""
+CREW_UNITS, ARRANGED = 64, 4
+"""Most units (block_rows of a job) that a block of crew.cu takes; pairs that one of arrange.cu takes."""
 JOINED_UNITS, JOINED_BLOCKS = 32_000, 511
 """Most units that a launch of joined.cu counts (15 bits, some of which blocks take beyond the last), and most blocks (9 bits)."""
 
@@ -303,7 +303,8 @@ def _variant(name: str, part: str, shape: Shape, arch: str) -> Variant:
 
 
 def _arrange_variant(shape: Shape) -> Variant:
-    return Variant(jit.Source(FOLDER / "arrange.cu", "arrange", {"HIDDEN": shape.hidden}), -(-shape.hidden // 1024) * 32)
+    source = jit.Source(FOLDER / "arrange.cu", "arrange", {"HIDDEN": shape.hidden, "TOPK": shape.topk})
+    return Variant(source, -(-shape.hidden // 1024) * 32)
 
 
 def _combine_variant(shape: Shape) -> Variant:
@@ -354,9 +355,10 @@ def moe_int4(
 
     lists: as `route` made them with tile = plan.tile, for the same rows and live. live int32 [1]: rows of `out` that are
     written. shared may be None. early: lists and x are older than the kernel before, which waits for its own predecessor before
-    it lets the next one start (the shared expert's, launched after the router): the first weights are then asked for while it
-    runs. summed: else y of every pair stays in work.y, for a norm that sums (norm_rope), and out is not written; not with a plan
-    that sums itself (`Plan.sums`). Raises ValueError when shapes, types or capacities do not fit.
+    it lets the next one start and does not touch `work` (the shared expert's, launched after the router): the first weights are
+    then asked for, and x is arranged for a crew, while it runs. summed: else y of every pair stays in work.y, for a norm that sums
+    (norm_rope), and out is not written; not with a plan that sums itself (`Plan.sums`). Raises ValueError when shapes, types or
+    capacities do not fit.
     """
     call = Call(x, weights, lists, live, shared, out, work, plan, x.shape[0] if rows is None else rows, pdl, early, summed)
     call.check()
@@ -397,9 +399,11 @@ class Call:
             return
         if FORMS[_arch(device)][self.plan.gate_up].file == "crew":
             # To y, which nobody needs before the down part; the lists are then older than the kernel before.
-            x, early = self.work.y, True
+            pairs, jobs = self.rows * self.shape.topk, most_jobs(self.rows, self.shape.topk, self.lists.held, self.plan.tile)
+            threads, room = _arrange_variant(self.shape).threads, (np.int32(pairs), np.int32(jobs), np.int32(early))
             kernel = _kernel("", "arrange", self.shape, device)
-            kernel(self.rows, _arrange_variant(self.shape).threads, (self.x, x), pdl=self.pdl)
+            kernel(-(-pairs // ARRANGED), threads, (x, *self._listed(), self.work.y, *room), pdl=self.pdl)
+            x, early = self.work.y, True
         args = (w.gate_up, w.gate_up_scale, x, *self._listed(), self.work.h, np.int32(early))
         self._launch("gate_up", self.plan.gate_up, args)
 
