@@ -54,7 +54,7 @@ def test_page_tables_and_budgets_of_places_are_those_of_their_rows(steps):
         elif what == "order":
             order.reverse()
         elif what == "rehearse":
-            state.rehearse(2, 4, 70, 3)
+            state.rehearse([4, 1], 70, 3)
         elif what == "budget":
             budgets[row] = (budgets[row] + 5) % 9
         if not order:

@@ -301,7 +301,7 @@ def test_automatic_trees_are_as_large_as_they_pay_and_change_no_token(slope):
 def test_a_step_of_no_request_can_be_timed():
     some = engine(tree_budget="auto", max_num_seqs=2)
     launch = some.stepper.prepare(some.stepper.sizes.key(2, 4, False))
-    some.stepper.rows.rehearse(2, 4, 100, some.plan.num_pages)
+    some.stepper.rows.rehearse([4, 4], 100, some.plan.num_pages)
     with torch.inference_mode():
         launch()
     step = some.stepper.step_of(some.stepper.sizes.key(2, 4, False))

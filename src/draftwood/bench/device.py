@@ -118,7 +118,7 @@ class DeviceBench:
         prepared = time.perf_counter() - began
 
         def reset() -> None:
-            self.stepper.rows.rehearse(rows, budget, self.context, self.llm.plan.num_pages)
+            self.stepper.rows.rehearse([budget] * rows, self.context, self.llm.plan.num_pages)
 
         reset()
         whole = self._times([graph], reset)[0]

@@ -159,21 +159,23 @@ class AutoTrees:
     def _measured(self, time: Time, count: int, plain: float) -> list[_Curve]:
         """Curves of the sizes that may pay: a step that takes longer than plain steps for all tokens that it can return never does,
         and nor do larger ones."""
-        curves = list[_Curve]()
+        curves, longest = list[_Curve](), self._sizes.path * plain
         for cap in self.caps:
             points = list[tuple[float, int]]()
             nodes = [n for n in NODES if n <= 1 + cap]
             for n in nodes:
                 points.append(time(count, n, self.contexts[0], cap))
-                if len(points) > 1 and points[-1][0] > self._sizes.path * plain:
+                if len(points) > 1 and points[-1][0] > longest:
                     break
+            if curves and points[0][0] > longest:
+                break
             ends = (nodes[0], nodes[len(points) - 1])
             added = (0.0, 0.0)
             if len(self.contexts) > 1:
                 far = [time(count, n, self.contexts[1], cap)[0] for n in ends]
                 added = (far[0] - points[0][0], far[1] - points[-1][0])
             curves.append(_Curve.of(points, added))
-            if points[0][0] > self._sizes.path * plain or len(points) < len(nodes):
+            if points[0][0] > longest or len(points) < len(nodes):
                 break
         return curves
 

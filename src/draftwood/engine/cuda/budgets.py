@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 FIRST = 16
 """Nodes to grow before anything is known."""
 SHORTEST, LONGEST = 8, 64
-"""Steps between two looks at a size above the best known one."""
+"""Steps between two looks at sizes above the best known one."""
 PAUSE = 128
 """Most plain steps between two tries of drafting that does not pay."""
 SHARE = 0.01
@@ -36,6 +36,8 @@ class _Load:
     waiting: int = 0
     look: int = SHORTEST
     since: int = 0
+    looks: int = -1
+    """Looks at larger sizes so far, less one: at each in turn, for one may pay where the next does not."""
 
     def over_plain(self, size: int) -> float:
         """Tokens per second with a size over plain decoding's."""
@@ -74,8 +76,8 @@ class Budgets:
             return 0
         state.since += 1
         if state.since > state.look and state.best < most:
-            state.since = 0
-            return self.sizes[state.best + 1]
+            state.since, state.looks = 0, state.looks + 1
+            return self.sizes[state.best + 1 + state.looks % (most - state.best)]
         return self.sizes[state.best]
 
     def learn(self, load: int, most: int, over_plain: Sequence[float], lasted: float) -> None:

@@ -179,7 +179,7 @@ class CudaStepper:
         launch = self.prepare(key)
         found = list[float]()
         while len(found) < REPEATS and sum(found) < LONG:
-            self.rows.rehearse(rows, nodes - 1, context, self.plan.num_pages)
+            self.rows.rehearse(uneven(rows, nodes - 1, trees), context, self.plan.num_pages)
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             marks[0].record()
             launch()
@@ -252,6 +252,14 @@ class CudaStepper:
         to = pinned(len(x), self.device)
         to.copy_(x, non_blocking=True)
         return to
+
+
+def uneven(rows: int, budget: int, most: int) -> list[int]:
+    """Budgets of so many rows, `budget` on average and none above `most`, as uneven as pairs of rows can be. What pays is chosen
+    over all rows, so some nearly always have all that they may, and some kernels (attention) take as long as the largest tree:
+    by even trees nano's steps of 4 rows seemed to save twice as much by a cut as they do."""
+    high = min(most, 2 * budget)
+    return [(high, 2 * budget - high)[row % 2] if row < rows - rows % 2 else budget for row in range(rows)]
 
 
 def likeliest(logits: Tensor, most: int) -> Tensor:
