@@ -46,7 +46,7 @@ def test_nodes_of_a_cost_table_always_rise_and_times_never_fall(nodes):
 @pytest.mark.parametrize(("rows", "budget", "most"), [(1, 4, 8), (4, 0, 0), (4, 4, 8), (5, 6, 8), (64, 8, 8), (64, 16, 64)])
 def test_steps_are_timed_with_uneven_trees_of_the_same_size_in_all(rows, budget, most):
     found = uneven(rows, budget, most)
-    assert len(found) == rows and sum(found) == rows * budget and 0 <= min(found) and max(found) <= most
+    assert len(found) == rows and sum(found) == rows * budget and min(found) >= 0 and max(found) <= most
     assert rows == 1 or max(found) == min(most, 2 * budget)
 
 
