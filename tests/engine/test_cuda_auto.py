@@ -115,6 +115,17 @@ def test_the_size_that_is_best_in_the_same_steps_is_found_and_kept(best):
     assert best == 3 or budgets.sizes[best + 1] in grown[150:], "a larger one is looked at now and then"
 
 
+@pytest.mark.parametrize(("promise", "taken"), [(1.01, 8), (1.05, 32)])
+def test_a_larger_size_is_taken_where_it_promises_more_than_costs_are_known(promise, taken):
+    """The size between them may be worse than both."""
+    budgets, grown = Budgets((8, 16, 32, 64)), []
+    for _ in range(600):
+        size = budgets.next(1, 3)
+        grown.append(size)
+        budgets.learn(1, 3, [2 * x for x in (1, 0.97, promise, 0.9)][: 1 + budgets.sizes.index(size)], 2.0)
+    assert grown[300:].count(taken) >= 0.95 * 300
+
+
 def test_drafting_that_does_not_pay_is_tried_as_rarely_as_it_costs_and_taken_up_when_it_pays():
     budgets = Budgets((8, 16, 32, 64))
 

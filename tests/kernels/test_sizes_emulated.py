@@ -75,10 +75,23 @@ def test_a_class_keeps_what_it_knows_below_its_memory_however_many_rows_teach_it
     assert scenario.same(known, before), "a step without decoding rows teaches and forgets nothing"
 
 
+@pytest.mark.parametrize(("slope", "kept"), [(0.00462, 9), (0.01575, 5)])
+def test_trees_are_cut_where_that_promises_more_than_costs_are_known(slope: float, kept: int) -> None:
+    """Four sure nodes and four of a hundredth: without these a step gives 1 and 5 % more tokens a second."""
+    trees, found = tree_op.allocate_trees(1, "cpu"), op.allocate_fitted("cpu")
+    trees.counts.fill_(9)
+    trees.logprob[0, 5:] = float(np.log(0.01))
+    one, totals = torch.tensor([1], dtype=torch.int32), torch.tensor([1, 9], dtype=torch.int32).repeat(len(ref.CAPS), 1)
+    costs = ref.Costs(totals, 1 + slope * totals.float())
+    op.fit(one, one, torch.ones(1, dtype=torch.uint8), trees, torch.zeros(1), op.allocate("cpu"), costs, 0, found)
+    assert int(trees.counts[0]) == kept == int(found.sized[0])
+
+
 @pytest.mark.parametrize("slope", [0.0, 0.001, 0.01, 0.05, 0.5])
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_sizes_are_as_good_as_those_of_the_cpu_engine(rows: int, slope: float) -> None:
-    """Expected tokens per second of the sizes chosen in bins are within 2 % of the exact optimum's."""
+    """Expected tokens per second of the sizes chosen in bins are within 2 % of the exact optimum's, and within what a cut must
+    promise where trees are left whole."""
     trees = checks.grown(rows, "cpu", rows)
     heat, known = torch.zeros(rows), op.allocate("cpu")
     totals = torch.tensor([rows, 2 * rows, 9 * rows, 65 * rows], dtype=torch.int32).repeat(len(ref.CAPS), 1)
@@ -99,6 +112,7 @@ def test_sizes_are_as_good_as_those_of_the_cpu_engine(rows: int, slope: float) -
         return gain / float(table.seconds(rows, np.array(rows + sizes.sum())))
 
     sizes = trees.counts.numpy() - 1
-    assert rate(sizes) >= 0.98 * rate(best.sizes)
+    left = bool((trees.counts == counts).all())
+    assert rate(sizes) >= (1 / ref.DOUBT if left else 0.98) * rate(best.sizes)
     gain = rows + sum(chances[r, 1 : 1 + int(n)].sum() for r, n in enumerate(sizes))
     assert int(found.expected[3]) / ref.ONE == pytest.approx(gain, rel=1e-3)

@@ -18,6 +18,8 @@ PAUSE = 128
 """Most plain steps between two tries of drafting that does not pay."""
 SHARE = 0.01
 """Of all time: what tries of drafting that does not pay may cost."""
+DOUBT = 1.02
+"""How much more tokens per second a larger size must promise: what its graph costs is not known better."""
 PULL = 0.05
 """Weight of a step beside what many have told: steps differ by a half, and what drafting gains may be a tenth."""
 
@@ -91,7 +93,8 @@ class Budgets:
             pull = max(1 / state.known[size], PULL)
             state.ratios[size] += (over_plain[size] / over_plain[size - 1] - state.ratios[size]) * pull
         told = [size for size in range(most + 1) if size == 0 or state.known[size]]
-        best = max(told, key=state.over_plain)
+        most_over = max(map(state.over_plain, told))
+        best = next(size for size in told if state.over_plain(size) * DOUBT >= most_over)
         if best != state.best:
             state.look = SHORTEST
         elif tried > best:

@@ -23,6 +23,9 @@ CAPS = (8, 16, 32, 64)
 ONE = 1 << 18
 PER_OCTAVE = 23.083120
 PRIOR, MEMORY = 4.0, 64.0
+DOUBT = 1.02
+"""How much more tokens per second a cut must promise than whole trees do: costs are not known better, and uneven trees take longer
+than even ones of as many nodes (5 % of nano's steps of 64 rows)."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,8 @@ def fit(
 
 def _best(costs: Costs, cap: int, nodes: int, gain: int, more: list[tuple[int, int]]) -> tuple[int, int, int]:
     """The last bin to take (-1: none), and the gain and nodes of the step then. more: of each bin its nodes and their gain."""
+    all_gain, all_nodes = gain + sum(won for _, won in more), nodes + sum(count for count, _ in more)
+    whole = torch.tensor(float(all_gain)) / seconds_at(costs, cap, all_nodes)
     last, kept, size, most = -1, gain, nodes, torch.tensor(float(gain)) / seconds_at(costs, cap, nodes)
     for b, (count, won) in enumerate(more):
         if count:
@@ -138,7 +143,7 @@ def _best(costs: Costs, cap: int, nodes: int, gain: int, more: list[tuple[int, i
             rate = torch.tensor(float(gain)) / seconds_at(costs, cap, nodes)
             if rate > most:
                 last, most, kept, size = b, rate, gain, nodes
-    return last, kept, size
+    return (last, kept, size) if most > whole * torch.tensor(DOUBT) else (BINS - 1, all_gain, all_nodes)
 
 
 def learn(free: Tensor, trees: Trees, heat: Tensor, path: Path, calibration: Calibration) -> None:

@@ -3,7 +3,8 @@
 // `fit` takes nodes of all rows in order of their gain, the chance that a node is accepted, and stops where expected tokens per
 // second of the step are most; gains are counted in 16 bins per octave, all nodes of a bin are taken or none. It does so for every
 // cap up to the one that trees were grown to, each with costs of its own, for a step with a smaller cap is another graph: one of
-// them cuts the trees, the others tell what would have been. `learn` corrects the drafter's probabilities by what was accepted.
+// them cuts the trees, the others tell what would have been. Costs are known to a few percent (uneven trees take longer than even
+// ones of as many nodes), so whole trees stay where the best cut promises less than that. `learn` corrects the drafter's probabilities by what was accepted.
 // Sums are of integers, so they have no order.
 #include "../tree/numbers.cuh"
 
@@ -12,6 +13,7 @@ constexpr int KINDS = 3, EDGES = 14, CLASSES = EDGES + 1;
 constexpr int CAPS = 4;                                                      // trees of at most 8, 16, 32 and 64 nodes beyond the root
 constexpr float COLD_HEAT = 1e-5f, WARM_HEAT = .8f;
 constexpr float ONE = 262144.f, PER_OCTAVE = 23.083120f;                     // 2^18; 16 / log 2
+constexpr float DOUBT = 1.02f;                                               // how much more a cut must promise than whole trees
 
 #ifdef EMULATION
 inline void add_int(int* p, int v) { *p += v; }
@@ -49,7 +51,8 @@ struct Kept {
   long long gain;
 };
 
-// The best of a cap, the first of equals, where `none` is kept in any case; by a warp, each lane a run of bins.
+// The best of a cap, the first of equals, where `none` is kept in any case, or all where the best is not worth a cut; by a warp,
+// each lane a run of bins.
 __device__ __forceinline__ Kept best_of(const int (&nodes_in)[CAPS][BINS], const long long (&gain_in)[CAPS][BINS], int cap,
                                         const int* totals, const float* seconds, int points, Kept none) {
   constexpr int EACH = (BINS + 31) / 32;
@@ -71,6 +74,8 @@ __device__ __forceinline__ Kept best_of(const int (&nodes_in)[CAPS][BINS], const
     const long long g = __shfl_up_sync(ALL_LANES, gain, d);
     if (lane >= d) { nodes += n; gain += g; }
   }
+  Kept all{0.f, BINS - 1, none.nodes + __shfl_sync(ALL_LANES, nodes, 31), none.gain + __shfl_sync(ALL_LANES, gain, 31)};
+  all.rate = div_rn((float)all.gain, seconds_at(totals, seconds, points, all.nodes));
   nodes += none.nodes - nodes_here;
   gain += none.gain - gain_here;
   none.rate = div_rn((float)none.gain, seconds_at(totals, seconds, points, none.nodes));
@@ -86,7 +91,7 @@ __device__ __forceinline__ Kept best_of(const int (&nodes_in)[CAPS][BINS], const
                  __shfl_xor_sync(ALL_LANES, best.nodes, d), __shfl_xor_sync(ALL_LANES, best.gain, d)};
     if (o.rate > best.rate || (o.rate == best.rate && o.bin < best.bin)) best = o;
   }
-  return best;
+  return best.rate > mul_rn(all.rate, DOUBT) ? best : all;
 }
 
 // One block. Of `live` places the first `free` decode. counts [R] (cut for rows with automatic[r]), logprob [R][N], heat [R];
