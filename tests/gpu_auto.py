@@ -38,7 +38,7 @@ SECONDS, LEAST = 3.0, 6
 LOST = 0.6
 TOKENS = 192
 """Of a prompt, at most."""
-DECODED, EACH, ROUNDS = 192, 6, 3
+DECODED, EACH, ROUNDS = 192, 6, 7
 """Tokens that each request to a real model decodes, how often each prompt is asked, and how often all that; the median counts."""
 
 

@@ -115,6 +115,16 @@ def test_the_size_that_is_best_in_the_same_steps_is_found_and_kept(best):
     assert best == 3 or budgets.sizes[best + 1] in grown[150:], "a larger one is looked at now and then"
 
 
+@pytest.mark.parametrize(("pays", "learned"), [(2.0, 64 + 50), (1.05, 264)])
+def test_few_steps_are_learned_from_once_it_is_clear_that_they_pay(pays, learned):
+    budgets, count = Budgets((8,)), 0
+    for _ in range(264):
+        if budgets.next(1, 0) and budgets.wants(1, 0, 0):
+            budgets.learn(1, 0, [pays], 2.0)
+            count += 1
+    assert count == learned
+
+
 @pytest.mark.parametrize(("promise", "taken"), [(1.01, 8), (1.05, 32)])
 def test_a_larger_size_is_taken_where_it_promises_more_than_costs_are_known(promise, taken):
     """The size between them may be worse than both."""

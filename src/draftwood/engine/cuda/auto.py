@@ -236,7 +236,7 @@ class AutoTrees:
 
     def _load(self, rows: int) -> tuple[int, int]:
         """The load of a step of so many decoding rows, and the largest size there, by place."""
-        place = next(i for i, r in enumerate(self._sizes.rows) if r >= rows)
+        place = bisect_left(self._sizes.rows, rows)
         return self._sizes.rows[place], len(self._curves[place]) - 1
 
     def begins(self, plan: StepPlan, now: float) -> None:
@@ -266,7 +266,7 @@ class AutoTrees:
             return
         rows, tried = len(plan.rows), self.caps.index(key.budget)
         load, most = self._load(rows)
-        if tried > most:
+        if tried > most or not self.budgets.wants(load, most, tried):
             return
         self._expected = FADES * self._expected + expected[tried] / ONE
         self._came = FADES * self._came + came

@@ -18,6 +18,9 @@ PAUSE = 128
 """Most plain steps between two tries of drafting that does not pay."""
 SHARE = 0.01
 """Of all time: what tries of drafting that does not pay may cost."""
+SAMPLED, CLEAR, ENOUGH = 4, 1.1, 64
+"""Of steps with the best size one in so many is learned from, where it gives so much more than plain steps and so many have been
+learned from: what a step tells takes the host 15 us."""
 DOUBT = 1.02
 """How much more tokens per second a larger size must promise: what its graph costs is not known better."""
 PULL = 0.05
@@ -32,6 +35,8 @@ class _Load:
     best: int
     advantage: float = 1.0
     steps: int = 0
+    """Learned from; of those that drafted."""
+    drafted: int = 0
     ratios: list[float] = field(default_factory=list)
     known: list[int] = field(default_factory=list)
     """Steps that told each ratio."""
@@ -81,6 +86,13 @@ class Budgets:
             state.since, state.looks = 0, state.looks + 1
             return self.sizes[state.best + 1 + state.looks % (most - state.best)]
         return self.sizes[state.best]
+
+    def wants(self, load: int, most: int, size: int) -> bool:
+        """Is a step with a size, by place, to be learned from? Call once a step that drafted."""
+        state = self._load(load, most)
+        state.drafted += 1
+        unclear = size != state.best or state.steps < ENOUGH or state.over_plain(size) < CLEAR
+        return unclear or not state.drafted % SAMPLED
 
     def learn(self, load: int, most: int, over_plain: Sequence[float], lasted: float) -> None:
         """Take note of a step that drafted: tokens per second over plain decoding's, with each size up to the one that it had, and
