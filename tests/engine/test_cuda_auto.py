@@ -7,9 +7,11 @@ import torch
 
 from draftwood.engine.cuda.auto import NODES, AutoTrees
 from draftwood.engine.cuda.budgets import PAUSE, Budgets
-from draftwood.engine.cuda.stepper import uneven
 from draftwood.engine.scheduler import StepPlan
+from draftwood.kernels.sizes import op as sizes_op
+from draftwood.kernels.sizes import ref as sizes_ref
 from draftwood.kernels.sizes.ref import ONE, seconds_at
+from draftwood.kernels.tree import op as tree_op
 from draftwood.model.cuda.keys import Sizes
 
 CPU = torch.device("cpu")
@@ -43,11 +45,18 @@ def test_nodes_of_a_cost_table_always_rise_and_times_never_fall(nodes):
             assert all(0 < a <= b * (1 + 1e-6) for a, b in zip(found, found[1:], strict=False))
 
 
-@pytest.mark.parametrize(("rows", "budget", "most"), [(1, 4, 8), (4, 0, 0), (4, 4, 8), (5, 6, 8), (64, 8, 8), (64, 16, 64)])
-def test_steps_are_timed_with_uneven_trees_of_the_same_size_in_all(rows, budget, most):
-    found = uneven(rows, budget, most)
-    assert len(found) == rows and sum(found) == rows * budget and min(found) >= 0 and max(found) <= most
-    assert rows == 1 or max(found) == min(most, 2 * budget)
+@pytest.mark.parametrize("total", [5, 6, 17, 44, 45])
+def test_steps_are_timed_with_trees_that_are_cut_to_so_many_nodes_in_all(total):
+    """Five trees of nine nodes, none of which is as likely as another."""
+    auto, rows = automatic(8), 5
+    auto.keep(8, total)
+    trees, fitted = tree_op.allocate_trees(rows, "cpu"), sizes_op.allocate_fitted("cpu")
+    trees.counts.fill_(9)
+    trees.logprob[:, 1:9] = -0.15 * torch.arange(40).reshape(8, 5).T - 0.1
+    one = torch.tensor([rows], dtype=torch.int32)
+    flags = torch.ones(rows, dtype=torch.uint8)
+    sizes_ref.fit(one, one, flags, trees, torch.zeros(rows), auto.calibration, auto.costs[8, False], 0, fitted)
+    assert int(trees.counts.sum()) == total
 
 
 def test_measuring_teaches_nothing_about_acceptance():

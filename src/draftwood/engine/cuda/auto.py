@@ -156,6 +156,14 @@ class AutoTrees:
                 self._send(self.costs[rows, prompts].totals, np.array(self._filled([c.totals for c in curves]), np.int32))
             self._tell(rows, self.contexts[0])
 
+    def keep(self, rows: int, total: int) -> None:
+        """Have steps of the graphs with so many rows keep as many nodes as they can up to `total`, while they are timed."""
+        totals = np.arange(total - 1, total - 1 + len(NODES), dtype=np.int32)
+        seconds = np.maximum(1.0, 1e3 * (totals - total)).astype(np.float32)
+        costs = self.costs[rows, False]
+        self._send(costs.totals, np.tile(totals, (len(CAPS), 1)))
+        self._send(costs.seconds, np.tile(seconds, (len(CAPS), 1)))
+
     def _measured(self, time: Time, count: int, plain: float) -> list[_Curve]:
         """Curves of the sizes that may pay: a step that takes longer than plain steps for all tokens that it can return never does,
         and nor do larger ones."""

@@ -272,15 +272,16 @@ class DeviceRows:
             self._rows.known[plan.rows[i]] += len(plan.chunks[i])
         return Staged(key, tuple(results[i] for i in range(len(plan.rows))))
 
-    def rehearse(self, budgets: Sequence[int], context: int, pages: int) -> None:
-        """Send a step of greedy rows after `context` tokens, which may draft so many nodes each; of no request. They use the first
-        of `pages` pages, which nobody has yet."""
+    def rehearse(self, budgets: Sequence[int], context: int, pages: int, automatic: bool = False) -> None:
+        """Send a step of greedy rows after `context` tokens, which may draft so many nodes each, or with `automatic` fewer; of no
+        request. They use the first of `pages` pages, which nobody has yet."""
         host, self._steady, rows = self._inputs.host, None, len(budgets)
         host["live"][0] = host["free"][0] = rows
         host["ids"][:rows] = np.arange(rows)
         host["budgets"][:rows], host["history_rows"][:rows], host["floor_ends"][:rows] = budgets, -1, 0
         host["bias_ptr"][:] = host["floor_ptr"][:] = 0
-        for name in ("automatic", "forced", "temperature", "top_k", "seeds", "draft_seeds", "chunks"):
+        host["automatic"][:rows] = automatic
+        for name in ("forced", "temperature", "top_k", "seeds", "draft_seeds", "chunks"):
             host[name][:rows] = 0
         host["emits"][:rows], host["numbers"][:rows] = 1, (0, 1, 0, 0, 0, 1, 0, 0)
         self._inputs.send()

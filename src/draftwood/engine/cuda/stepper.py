@@ -175,11 +175,14 @@ class CudaStepper:
             self.auto.measure(self._time)
 
     def _time(self, rows: int, nodes: int, context: int, trees: int) -> tuple[float, int]:
+        """Trees are grown as large as the graph's and cut, as they will be: growing costs what it does whatever is kept."""
+        assert self.auto is not None
         key = self.sizes.key(rows, trees, False)
         launch = self.prepare(key)
+        self.auto.keep(key.rows, rows * nodes)
         found = list[float]()
         while len(found) < REPEATS and sum(found) < LONG:
-            self.rows.rehearse(uneven(rows, nodes - 1, trees), context, self.plan.num_pages)
+            self.rows.rehearse([trees] * rows, context, self.plan.num_pages, automatic=trees > 0)
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             marks[0].record()
             launch()
@@ -252,14 +255,6 @@ class CudaStepper:
         to = pinned(len(x), self.device)
         to.copy_(x, non_blocking=True)
         return to
-
-
-def uneven(rows: int, budget: int, most: int) -> list[int]:
-    """Budgets of so many rows, `budget` on average and none above `most`, as uneven as pairs of rows can be. What pays is chosen
-    over all rows, so some nearly always have all that they may, and some kernels (attention) take as long as the largest tree:
-    by even trees nano's steps of 4 rows seemed to save twice as much by a cut as they do."""
-    high = min(most, 2 * budget)
-    return [(high, 2 * budget - high)[row % 2] if row < rows - rows % 2 else budget for row in range(rows)]
 
 
 def likeliest(logits: Tensor, most: int) -> Tensor:
