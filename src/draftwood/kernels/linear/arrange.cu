@@ -1,6 +1,7 @@
 // x in the order in which the tensor cores of sm_90 read it from shared memory, for kernels that take it by the copy engine: a
 // copy of 8 tokens x 64 values is 1024 bytes in a row, so any number of tokens of a K64 step is one copy.
 #include "fold.cuh"
+#include "../turned.cuh"
 
 // To: [heads][T = ceil(K/64)][tokens, a multiple of 8][128 B]: chunk c = 4b + w of a token (w = 0..3) holds word w of x[32b + 8q
 // .. +7] for q = 0..3 and lies at place c ^ (token & 7); zeros past K. A warp makes 8 tokens of a step; lane (g, q) reads 16 bytes
@@ -32,17 +33,8 @@ linear_arrange(const bf16* X, unsigned char* to, const int* rows, int n, int K, 
   for (int i = 0; i < STEPS; i++)
 #pragma unroll
     for (int b = 0; b < 2; b++) {
-      u32 w[4] = {v[i][b].x, v[i][b].y, v[i][b].z, v[i][b].w};         // the transpose of 4 words in 4 lanes
-#pragma unroll
-      for (int d = 1; d <= 2; d *= 2)
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-          if ((j & d) == 0) {
-            const u32 other = __shfl_xor_sync(ALL_LANES, q & d ? w[j] : w[j + d], d);
-            if (q & d) w[j] = other; else w[j + d] = other;
-          }
+      const uint4 w = turned(v[i][b]);
       if (token < n && first + i < T)
-        store16(to + (((long long)head * T + first + i) * tokens + token) * 128 + ((4 * b + q) ^ (token & 7)) * 16,
-                make_uint4(w[0], w[1], w[2], w[3]));
+        store16(to + (((long long)head * T + first + i) * tokens + token) * 128 + ((4 * b + q) ^ (token & 7)) * 16, w);
     }
 }

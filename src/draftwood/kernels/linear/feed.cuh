@@ -2,11 +2,11 @@
 // ALONG: blocks of the cluster that have the same weights, side by side along the tokens; ACROSS: that have the same tokens, along
 // the rows of weights. Block (along, across) of a cluster has rank across * ALONG + along. Included after warpgroup.cuh.
 #pragma once
+#include "../elected.cuh"
 #include "../mbarrier.cuh"
 
 #ifdef EMULATION         // blocks run one after another: each copies everything itself
 constexpr int SAME_ROWS = 1, SAME_TOKENS = 1;
-inline bool elected() { return (threadIdx.x & 31) == 0; }
 inline void barriers_begun() { __syncthreads(); }
 inline void cluster_end() {}
 struct Peers {           // whom this block tells that its slots are empty
@@ -49,13 +49,6 @@ inline void store16_if(bool on, void* to, const uint4& v) { if (on) *(uint4*)to 
 inline uint4 load16_if(bool on, const void* from) { return on ? *(const uint4*)from : uint4{0, 0, 0, 0}; }
 #else
 constexpr int SAME_ROWS = ALONG, SAME_TOKENS = ACROSS;
-// Of a whole warp one lane, always the same one, and the compiler knows that it is one: by a comparison of lanes it makes each copy
-// of the copy engine a loop over lanes (some 130 clocks; q_a at 288 rows 28.9 us instead of 25.3).
-__device__ __forceinline__ bool elected() {
-  int yes;
-  asm volatile("{ .reg .pred p; elect.sync _|p,0xffffffff; selp.b32 %0,1,0,p; }" : "=r"(yes));
-  return yes;
-}
 // By all threads: the barriers of the cluster may be used.
 __device__ __forceinline__ void barriers_begun() {
   mbarriers_begun();

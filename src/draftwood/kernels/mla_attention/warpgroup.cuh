@@ -17,6 +17,7 @@ __device__ __forceinline__ u64 operand(u32 at) {
 
 __device__ __forceinline__ u64 further(u64 of, int bytes) { return (of & 0xffffffff00000000ull) | ((u32)of + (u32)(bytes >> 4)); }
 
+#include "../elected.cuh"
 #ifdef EMULATION
 #include "emulation/warpgroup.h"
 #else
@@ -28,12 +29,6 @@ template <int N> __device__ __forceinline__ void products_wait() { asm volatile(
 template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
-}
-// Of a whole warp one lane, and the compiler knows: for others it loops over lanes at instructions that take one operand a warp.
-__device__ __forceinline__ bool elected() {
-  int yes;
-  asm volatile("{ .reg .pred p; elect.sync _|p,0xffffffff; selp.b32 %0,1,0,p; }" : "=r"(yes));
-  return yes;
 }
 // What this thread wrote to shared memory, or knows to be written, is visible to products that begin later.
 __device__ __forceinline__ void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -2,24 +2,9 @@
 // `pairs`, so that the copy engine brings a step of a job at once. 4-byte words are in the order in which INT4 weights have their
 // inputs: of 32 values, 16-byte chunk w holds word w of values 8 q .. 8 q + 7 for q = 0..3 (moe.cuh, WEIGHTS); chunk c of token t
 // lies at place c ^ (t & 7). Pairs of no job are left out.
-#include "../common.cuh"
+#include "../turned.cuh"
 constexpr int PAIRS = 4, STEPS = HIDDEN / 64;  // pairs of a block: eight lanes each
 constexpr int AT_ONCE = 8;                     // steps that a warp asks for before it waits for the first
-
-// Four lanes that follow each other have 8 values each, of 32; lane q comes out with chunk q: the transpose of 4 words in 4 lanes.
-__device__ __forceinline__ uint4 turned(const uint4& values) {
-  const int q = threadIdx.x & 3;
-  u32 w[4] = {values.x, values.y, values.z, values.w};
-#pragma unroll
-  for (int d = 1; d <= 2; d *= 2)
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      if ((j & d) == 0) {
-        const u32 other = __shfl_xor_sync(ALL_LANES, q & d ? w[j] : w[j + d], d);
-        if (q & d) w[j] = other; else w[j + d] = other;
-      }
-  return make_uint4(w[0], w[1], w[2], w[3]);
-}
 
 // Grid: ceil(all / PAIRS), any number of warps. all, most: pairs and jobs that the lists have room for. beside: it runs beside the
 // kernel before by rule (d) of common.cuh: x and the lists are older than that one, which does not touch `out`.

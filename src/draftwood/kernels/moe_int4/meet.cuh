@@ -1,6 +1,7 @@
 // What the crews' warps meet by beside ../mbarrier.cuh: arrivals of whole warps and of copies by lanes, copies in pairs, words in
 // shared memory. Included after ../warpgroup.cuh.
 #pragma once
+#include "../elected.cuh"
 #include "../mbarrier.cuh"
 
 #ifdef EMULATION
@@ -27,14 +28,7 @@ inline void bulk_copies(u32 to, const void* from, int bytes, u32 to2, const void
   bulk_copy(to, from, bytes, mbarrier);
   bulk_copy(to2, from2, bytes2, mbarrier);
 }
-inline bool elected() { return (threadIdx.x & 31) == 0; }
 #else
-// Of a whole warp one lane, and the compiler knows: for others it loops over lanes at instructions that take one operand a warp.
-__device__ __forceinline__ bool elected() {
-  int yes;
-  asm volatile("{ .reg .pred p; elect.sync _|p,0xffffffff; selp.b32 %0,1,0,p; }" : "=r"(yes));
-  return yes;
-}
 // By a whole warp: what its lanes did before is seen by whoever has waited.
 __device__ __forceinline__ void warp_arrives(u32 at) {
   __syncwarp();

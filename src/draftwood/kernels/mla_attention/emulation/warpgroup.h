@@ -47,7 +47,6 @@ template <int E, bool ACROSS> void product(float (&d)[E * 4], u64 a, u64 b, bool
 template <bool ACROSS> void product_turned(float (&d)[32], u64 a, u64 b, bool add) { begin_product({d, 8, false, ACROSS, add, a, b}); }
 template <int N> void settle(float (&)[N]) {}
 inline void show_to_products() {}
-inline bool elected() { return (current & 31) == 0; }
 inline void mbarrier_arrive(u32 at) { arrive({at, nullptr, 3, block_of_crew()}); }
 inline u32 max_bf16_pair(u32 a, u32 b) {
   auto larger = [](u32 x, u32 y) { return widen((uint16_t)x) >= widen((uint16_t)y) ? x & 0xffff : y & 0xffff; };
