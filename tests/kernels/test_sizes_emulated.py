@@ -90,8 +90,7 @@ def test_trees_are_cut_where_that_promises_more_than_costs_are_known(slope: floa
 @pytest.mark.parametrize("slope", [0.0, 0.001, 0.01, 0.05, 0.5])
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_sizes_are_as_good_as_those_of_the_cpu_engine(rows: int, slope: float) -> None:
-    """Expected tokens per second of the sizes chosen in bins are within 2 % of the exact optimum's, and within what a cut must
-    promise where trees are left whole."""
+    """Expected tokens per second of the sizes chosen in bins are within 2 % of the exact optimum's."""
     trees = checks.grown(rows, "cpu", rows)
     heat, known = torch.zeros(rows), op.allocate("cpu")
     totals = torch.tensor([rows, 2 * rows, 9 * rows, 65 * rows], dtype=torch.int32).repeat(len(ref.CAPS), 1)
@@ -112,7 +111,6 @@ def test_sizes_are_as_good_as_those_of_the_cpu_engine(rows: int, slope: float) -
         return gain / float(table.seconds(rows, np.array(rows + sizes.sum())))
 
     sizes = trees.counts.numpy() - 1
-    left = bool((trees.counts == counts).all())
-    assert rate(sizes) >= (1 / ref.DOUBT if left else 0.98) * rate(best.sizes)
+    assert rate(sizes) >= 0.98 * rate(best.sizes)
     gain = rows + sum(chances[r, 1 : 1 + int(n)].sum() for r, n in enumerate(sizes))
     assert int(found.expected[3]) / ref.ONE == pytest.approx(gain, rel=1e-3)
