@@ -47,7 +47,7 @@ class Device:
             count = len(chunk)
         else:
             count = accepted(min(plan.depth, budget) + 1)
-        if length + budget < len(seq.request.prompt) + seq.limit:  # else it has ended, which nobody knows yet
+        if length + budget < seq.most:  # else it has ended, which nobody knows yet
             assert length + budget < len(seq.pages) * SIZE, "a tree does not fit the row's pages"
         for p in range(length, max(length + count, length + budget + 1)):
             if p < len(seq.pages) * SIZE:
@@ -149,10 +149,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.scheduler.runs(seq) or not emits:
                 continue
             first = len(seq.tokens)
-            new = [text(seq.request, p) for p in range(first, first + (1 if chunk else count))][: seq.limit - seq.generated]
+            new = [text(seq.request, p) for p in range(first, first + (1 if chunk else count))][: seq.most - len(seq.tokens)]
             self.scheduler.commit(seq, 0 if chunk else count, new)
             self.answers[seq.request.id] += new
-            if seq.generated == seq.limit:
+            if len(seq.tokens) == seq.most:
                 self.scheduler.finish(seq.request.id)
 
     @invariant()
@@ -203,7 +203,7 @@ def played(scheduler, most=20000):
         for seq, chunk, emits in zip(sequences, plan.chunks, plan.emits, strict=True):
             if emits:
                 scheduler.commit(seq, 0 if chunk else 1, [text(seq.request, len(seq.tokens))])
-                if seq.generated == seq.limit:
+                if len(seq.tokens) == seq.most:
                     scheduler.finish(seq.request.id)
         widths.append(len(plan.rows))
         assert len(widths) < most

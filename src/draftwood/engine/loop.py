@@ -300,7 +300,7 @@ class Engine:
 
         The first stop token within the limit ends it; a stop token that the limit cuts off was never generated.
         """
-        params, left = seq.request.params, seq.limit - seq.generated
+        params, left = seq.request.params, seq.most - len(seq.tokens)
         room = min(len(tokens), left)
         if params.stop_token_ids or not params.ignore_eos and not self.stop_ids.isdisjoint(tokens):
             for place, token in enumerate(tokens[:room]):

@@ -109,8 +109,8 @@ class Sequence:
     request: Request
     row: int
     pages: list[int]
-    limit: int
-    """Most tokens of its answer."""
+    most: int
+    """Most tokens of prompt and answer."""
     budget: int
     auto: bool
     tokens: list[int]
@@ -124,8 +124,6 @@ class Sequence:
     node: Node | None
     """Where its text ends in the prefix cache, `kept` pages deep; None without one."""
     kept: int
-    generated: int
-    """How many of them are the answer's."""
     room: int
     """Committed tokens up to which its pages hold a root and its largest tree."""
     flying: int = 0
@@ -138,7 +136,11 @@ class Sequence:
     @property
     def left(self) -> int:
         """Most tokens that the answer may still need beyond what flying steps return for sure."""
-        return self.limit - self.generated - self.flying
+        return self.most - len(self.tokens) - self.flying
+
+    def reach(self, block: int) -> int:
+        """Most tokens that it may have committed by now: a flying step commits at most a block, without a drafter one."""
+        return self.length + self.flying * max(block, 1)
 
 
 class Scheduler:
@@ -196,7 +198,7 @@ class Scheduler:
         self._check_ids("stop_token_ids", request.params.stop_token_ids)
         self._check_ids("logit_bias", request.params.logit_bias)
         budget, _ = self._budget(request.params)
-        pages = self.pool.pages_for(len(prompt) + self._limit(request) + budget)
+        pages = self.pool.pages_for(self._most(request) + budget)
         if pages > self.pool.num_pages:
             raise RequestError(
                 f"prompt and max_tokens need {pages} pages of {self.pool.page_size} tokens but the cache has "
@@ -209,10 +211,10 @@ class Scheduler:
             if not 0 <= token < self.vocab_size:
                 raise RequestError(f"{name} has token id {token}; this model's ids are 0..{self.vocab_size - 1}", name)
 
-    def _limit(self, request: Request) -> int:
-        room = self.plan.max_model_len - len(request.prompt)
-        asked = request.params.max_tokens
-        return room if asked is None else min(asked, room)
+    def _most(self, request: Request) -> int:
+        """Most tokens of prompt and answer."""
+        known, asked = len(request.prompt), request.params.max_tokens
+        return self.plan.max_model_len if asked is None else min(known + asked, self.plan.max_model_len)
 
     def _budget(self, params: SamplingParams) -> tuple[int, bool]:
         """Return (most nodes beyond the root, may the policy choose fewer); RequestError above plan.max_budget, and for any
@@ -239,7 +241,7 @@ class Scheduler:
         chosen = self._choose()
         if not chosen:
             return None
-        deepest, flown = self.plan.block - 1, max(self.plan.block, 1)
+        deepest, block = self.plan.block - 1, self.plan.block
         emits, budgets, auto, depth, longest = list[bool](), list[int](), list[bool](), 0, 0
         for seq, chunk in chosen:
             useful = 0 if chunk else min(deepest, seq.left - 1)
@@ -247,9 +249,8 @@ class Scheduler:
             emits.append(seq.length + len(chunk) >= seq.forced)
             budgets.append(budget)
             auto.append(seq.auto and budget > 0)
-            if seq.budget and useful > depth:
-                depth = useful
-            longest = max(longest, seq.length + seq.flying * flown)
+            depth = max(depth, useful if seq.budget else 0)
+            longest = max(longest, seq.reach(block))
         return StepPlan(
             starts=starts,
             growths=growths,
@@ -294,32 +295,30 @@ class Scheduler:
         size = self.plan.prefill_chunk
         return tuple(seq.tokens[seq.length : min((seq.length // size + 1) * size, seq.forced)])
 
-    def _need(self, request: Request, known: int, budget: int) -> int:
-        """Pages for `known` committed tokens, a root and its largest tree; never more than `check` has found to fit."""
-        most = len(request.prompt) + self._limit(request)
+    def _need(self, most: int, known: int, budget: int) -> int:
+        """Pages for `known` committed tokens, a root and its largest tree, for a request of `most` tokens; never more than `check`
+        has found to fit."""
         return self.pool.pages_for(min(known + 1, most) + budget)
 
+    def _room_of(self, most: int, pages: int, budget: int) -> int:
+        """Committed tokens for which so many pages are enough by `_need`, NO_END where they are for all that it may have."""
+        tokens = pages * self.pool.page_size - budget
+        return NO_END if tokens >= most else tokens - 1
+
     def _grow(self) -> Iterator[Growth]:
-        """Give the rows, oldest first, the pages that their next step may reach, for a flying step commits at most a block; preempt
-        the youngest where there are none."""
-        flown = max(self.plan.block, 1)
+        """Give the rows, oldest first, the pages that their next step may reach; preempt the youngest where there are none."""
         for seq in list(self.running.values()):
-            reach = seq.length + seq.flying * flown
+            reach = seq.reach(self.plan.block)
             if reach <= seq.room:  # as nearly all rows have in nearly all steps
                 continue
-            short = self._need(seq.request, reach, seq.budget) - len(seq.pages)
+            short = self._need(seq.most, reach, seq.budget) - len(seq.pages)
             while short > self.available and self.runs(seq):
                 self._preempt()
             if self.runs(seq):
                 pages = self._allocate(short)
                 yield Growth(seq.row, len(seq.pages), tuple(pages))
                 seq.pages += pages
-                seq.room = self._roomy(seq.request, len(seq.pages), seq.budget)
-
-    def _roomy(self, request: Request, pages: int, budget: int) -> int:
-        """Committed tokens for which so many pages are enough by `_need`, NO_END where they are for all that it may have."""
-        tokens = pages * self.pool.page_size - budget
-        return NO_END if tokens >= len(request.prompt) + self._limit(request) else tokens - 1
+                seq.room = self._room_of(seq.most, len(seq.pages), seq.budget)
 
     def _preempt(self) -> None:
         """Take row and pages from the youngest request; it is the next to be admitted."""
@@ -368,7 +367,8 @@ class Scheduler:
         node, shared, most = None, list[int](), (len(tokens) - 1) // self.pool.page_size
         if self.prefix is not None:
             node, shared = self.prefix.enter(tokens, most)
-        need = self._need(request, len(tokens), budget) - len(shared)
+        longest = self._most(request)
+        need = self._need(longest, len(tokens), budget) - len(shared)
         if need > self._spare:
             self._give_back(node, shared)
             key = self.prefix.key(tokens, len(shared)) if self.prefix is not None and len(shared) < most else None
@@ -379,7 +379,7 @@ class Scheduler:
             request=request,
             row=self._rows.pop(),
             pages=pages,
-            limit=self._limit(request),
+            most=longest,
             budget=budget,
             auto=auto,
             tokens=tokens,
@@ -388,8 +388,7 @@ class Scheduler:
             length=cached,
             node=node,
             kept=len(shared),
-            generated=len(waited.generated),
-            room=self._roomy(request, len(pages), budget),
+            room=self._room_of(longest, len(pages), budget),
         )
 
     def _allocate(self, pages: int) -> list[int]:
@@ -421,7 +420,6 @@ class Scheduler:
         ones of the answer."""
         seq.length += count
         seq.tokens += tokens
-        seq.generated += len(tokens)
         self._keep(seq)
 
     def _keep(self, seq: Sequence) -> None:

@@ -121,8 +121,8 @@ class AutoTrees:
         self.contexts = (near, min(FAR, context // 2)) if context >= 4 * near else (near,)
         self.counts = [min(r, rows) for r in sizes.rows]
         self.calibration = sizes_op.allocate(device)
-        self.costs = {(r, prompts): self._empty() for r in sizes.rows for prompts in (False, True)}
-        """By rows of a graph, and by whether it has pieces of prompts: the host takes longer then."""
+        self.costs = {(r, prompts): costs for r in sizes.rows for prompts, costs in zip((False, True), self._empty(), strict=True)}
+        """By rows of a graph, and by whether it has pieces of prompts: the host takes longer then. Both have the same totals."""
         self.budgets: Budgets | None = None
         """None until costs are known."""
         self.pace = Pace()
@@ -134,9 +134,10 @@ class AutoTrees:
         self._expected = self._came = 0.0
         """Running sums of tokens of steps that drafted."""
 
-    def _empty(self) -> Costs:
+    def _empty(self) -> tuple[Costs, Costs]:
         totals = torch.arange(1, 1 + len(NODES), dtype=torch.int32, device=self._device).repeat(len(CAPS), 1)
-        return Costs(totals, torch.ones(len(CAPS), len(NODES), device=self._device))
+        alone, beside = torch.ones(2, len(CAPS), len(NODES), device=self._device)
+        return Costs(totals, alone), Costs(totals, beside)
 
     # ------------------------------------------------------------------------------------------------- what steps cost
 
@@ -152,8 +153,7 @@ class AutoTrees:
         self.calibration.ratio.fill_(1)
         self.budgets, self._expected, self._came = Budgets(self.caps), 0.0, 0.0
         for rows, curves in zip(self._sizes.rows, self._curves, strict=True):
-            for prompts in (False, True):
-                self._send(self.costs[rows, prompts].totals, np.array(self._filled([c.totals for c in curves]), np.int32))
+            self._send(self.costs[rows, False].totals, np.array(self._filled([c.totals for c in curves]), np.int32))
             self._tell(rows, self.contexts[0])
 
     def keep(self, rows: int, total: int) -> None:
@@ -199,9 +199,9 @@ class AutoTrees:
         curves, part = self._curves[self._sizes.rows.index(rows)], self._part(context)
         seconds = [c.seconds(part).tolist() for c in curves]
         found = _Told(context, [c.totals.tolist() for c in curves], seconds, self._hosts(rows))
+        filled = np.array(self._filled(seconds), np.float32)
         for prompts, host in zip((False, True), found.hosts, strict=True):
-            told = np.maximum(np.array(self._filled(seconds), np.float32), np.float32(host))
-            self._send(self.costs[rows, prompts].seconds, told)
+            self._send(self.costs[rows, prompts].seconds, np.maximum(filled, np.float32(host)))
         self._told[rows] = found
 
     def _hosts(self, rows: int) -> tuple[float, float]:

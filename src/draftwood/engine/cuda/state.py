@@ -353,14 +353,10 @@ class DeviceRows:
     def _send_tables(self, places: NDArray[np.int64], lines: NDArray[np.int32]) -> None:
         """Replace the page tables of places, ascending, by `lines`."""
         self._lines[places] = lines
-        part = slice(int(places[0]), int(places[-1]) + 1)
-        if (part.stop - part.start - len(places)) * self._lines[0].nbytes <= BRIDGED:
-            parts = [part]  # nearly always, and np.split takes 20 us
-        else:
-            skipped = (np.diff(places) - 1) * self._lines[0].nbytes
-            runs = np.split(places, np.flatnonzero(skipped > BRIDGED) + 1)
-            parts = [slice(int(run[0]), int(run[-1]) + 1) for run in runs]
-        for part in parts:
+        skipped = (np.diff(places) - 1) * self._lines[0].nbytes
+        cuts = np.flatnonzero(skipped > BRIDGED).tolist()
+        for first, last in zip([0, *(cut + 1 for cut in cuts)], [*cuts, -1], strict=True):
+            part = slice(int(places[first]), int(places[last]) + 1)
             staged = pinned(self._lines[part].nbytes, self.device).view(torch.int32).view(-1, self.sizes.width)
             staged.copy_(torch.from_numpy(self._lines[part]))
             self._tables[part].copy_(staged, non_blocking=True)
