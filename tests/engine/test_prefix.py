@@ -68,7 +68,7 @@ def test_a_request_that_never_drafts_leaves_its_context_for_those_that_do():
 def test_aborted_requests_leave_their_full_pages():
     engine = cached("good", 7)
     new = engine.add(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
-    while engine.scheduler.running == {} or engine.scheduler.running[new].generated < 20:
+    while engine.scheduler.running == {} or len(engine.scheduler.running[new].tokens) < len(PROMPT) + 20:
         engine.step()
     engine.abort(new)
     text = PROMPT + Toy().greedy(PROMPT, 20)
